@@ -1,0 +1,37 @@
+"""Fixtures that more than one test module uses, and how the tests are shared out over pytest-xdist's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.env import RELEASES
+from tests.support.lab import Lab
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker for the tests of one file, or of one file and one SGLang release: what they share is built once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFileAndRelease(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return file + next((release for release in RELEASES if f"[{release}" in test), "")
+
+    return ByFileAndRelease(config, log)
+
+
+@pytest.fixture(scope="session", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    """Each SGLang release in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def lab(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A child process with this release and the patch, installed through `sitecustomize` as on a service."""
+    with Lab(release, tmp_path_factory.mktemp(f"lab-{release}")) as lab:
+        yield lab
