@@ -1,0 +1,244 @@
+"""The kernel on one device: loads it, owns its workspace, packs the parameters and launches. Knows torch tensors, cupy
+and the compiled binary; knows nothing of SGLang.
+
+`VerifyKernel` is the interface. On a GPU it is a cubin in a `cupy.RawModule`; on CPU tensors it is the same source
+compiled by g++, which is how the demo and the tests run without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kdtree_patch import compile as compiling
+from kdtree_patch import tiles
+
+if TYPE_CHECKING:
+    from kdtree_patch.compile import CompileJob
+
+LOG2_E = 1.4426950408889634
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# `VerifyParams` of kernels/verify_attn_flash.cu, field by field. Strides are in bytes.
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("q", "k_extend", "kv_pool", "out")),
+        *((name, np.uint64) for name in ("qo_indptr", "kv_indptr", "kv_indices", "mask_indptr", "custom_mask")),
+        *((name, np.uint64) for name in ("partial_out", "partial_stats", "cut_items")),
+        *((name, np.int64) for name in ("q_token_stride", "q_head_stride", "k_extend_stride", "kv_slot_stride")),
+        *((name, np.int64) for name in ("out_token_stride", "out_head_stride")),
+        *((name, np.int32) for name in ("bs", "heads", "row_blocks", "rows_per_block", "workers", "wide_indices")),
+        ("scale_log2e", np.float32),
+        ("reserved", np.int32),
+    ],
+    align=True,
+)
+
+# Workers of the CPU build: enough to cut items, few enough to be quick.
+HOST_WORKERS = 5
+
+
+class KernelUnavailable(Exception):
+    """The kernel cannot be had on this device. `reason` is a code for the log, the message says what to do."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+class KernelFault(RuntimeError):
+    """The CPU build of the kernel broke a rule of the machine it emulates; the message says which."""
+
+
+# One kernel of a call: its name, the grid (x, y) and its dynamic shared memory in bytes.
+Step = tuple[str, tuple[int, int], int]
+# Launches the steps of a call, one after the other, on the current stream; all get the one record of parameters at this
+# address.
+Launcher = Callable[[Sequence[Step], int], None]
+
+
+class VerifyKernel:
+    """Attention of the draft tokens of a batch over their requests' prefixes, on one device.
+
+    The workspace (about 165 KB for each of two partial results a worker, 22 MB on 132 multiprocessors) is allocated
+    once; its size does not depend on the batch. Calls on one device share it, so they must be ordered on one stream, as
+    SGLang's forward passes are.
+    """
+
+    def __init__(self, device: torch.device, launcher: Launcher, workers: int, target: str):
+        self.device = device
+        self.target = target
+        self.workers = workers
+        self._launcher = launcher
+        largest = tiles.VARIANTS[-1]
+        self.partial_out = torch.empty(2 * workers * largest.partial_bytes, dtype=torch.uint8, device=device)
+        self.partial_stats = torch.empty(2 * workers * largest.rows * 2, dtype=torch.float32, device=device)
+        self.cut_items = torch.zeros(workers * 4, dtype=torch.int32, device=device)
+        self._params = np.zeros(1, dtype=PARAMS)
+        self._params_address = self._params.ctypes.data
+
+    @classmethod
+    def load(cls, device: torch.device, cache_dir: Path | None = None, job: CompileJob | None = None) -> VerifyKernel:
+        """Loads the kernel for a device: from the cache, from a compilation that is under way, or by compiling it now.
+
+        Raises KernelUnavailable. Must not be called under CUDA graph capture: it loads a module and allocates the
+        workspace.
+        """
+        try:
+            if device.type == "cpu":
+                library = compiling.cached_binary("host", cache_dir)
+                return cls(device, host_launcher(library), HOST_WORKERS, "host")
+            properties = torch.cuda.get_device_properties(device)
+            target = compiling.cubin_target((properties.major, properties.minor))
+            if target is None:
+                reason = compiling.unsupported_reason((properties.major, properties.minor))
+                raise KernelUnavailable("compute_capability", f"{properties.name}: {reason}")
+            cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
+            return cls(device, gpu_launcher(cubin, device, cache_dir), properties.multi_processor_count, target)
+        except compiling.CompileError as error:
+            raise KernelUnavailable(error.reason, str(error)) from error
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.partial_out, self.partial_stats, self.cut_items))
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_extend: torch.Tensor,
+        out: torch.Tensor,
+        kv_pool: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        custom_mask: torch.Tensor | None,
+        mask_indptr: torch.Tensor | None,
+        q_len: int,
+        scale: float,
+    ) -> None:
+        """Writes out (tokens, heads, 512) on the current stream. Does not synchronise, allocate or read a tensor on the
+        host.
+
+        q (tokens, heads, 576), k_extend (tokens, 1, 576) and kv_pool (slots, 1, 576) are all bf16 or all fp16, 16-byte
+        aligned, with unit stride in the last dimension. qo_indptr and kv_indptr (bs + 1), kv_indices and mask_indptr
+        (bs + 1) are int32 or int64. custom_mask holds q_len * (prefix + q_len) bool or uint8 a request, or is None:
+        then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a request.
+        """
+        heads = q.shape[1]
+        cut = tiles.cut_rows(q_len, heads)
+        bs = qo_indptr.shape[0] - 1
+        size = q.element_size()
+        params = self._params
+        wide = torch.int64
+        # One assignment of the whole record is several times cheaper than one a field.
+        params[0] = (
+            q.data_ptr(),
+            k_extend.data_ptr(),
+            kv_pool.data_ptr(),
+            out.data_ptr(),
+            qo_indptr.data_ptr(),
+            kv_indptr.data_ptr(),
+            kv_indices.data_ptr(),
+            0 if custom_mask is None or mask_indptr is None else mask_indptr.data_ptr(),
+            0 if custom_mask is None else custom_mask.data_ptr(),
+            self.partial_out.data_ptr(),
+            self.partial_stats.data_ptr(),
+            self.cut_items.data_ptr(),
+            q.stride(0) * size,
+            q.stride(1) * size,
+            k_extend.stride(0) * size,
+            kv_pool.stride(0) * size,
+            out.stride(0) * size,
+            out.stride(1) * size,
+            bs,
+            heads,
+            cut.row_blocks,
+            cut.rows_per_block,
+            self.workers,
+            (qo_indptr.dtype == wide)
+            + 2 * (kv_indptr.dtype == wide)
+            + 4 * (kv_indices.dtype == wide)
+            + 8 * (mask_indptr is not None and mask_indptr.dtype == wide),
+            scale * LOG2_E,
+            0,
+        )
+        self._launcher(call_steps(ELEMENTS[q.dtype], cut, bs, self.workers), self._params_address)
+
+
+@lru_cache(maxsize=4096)
+def call_steps(element: str, cut: tiles.Cut, bs: int, workers: int) -> tuple[Step, Step]:
+    """The two kernels of a call and their grids: one block a worker, then combine with about four blocks a worker over
+    all items.
+    """
+    variant = cut.variant
+    merged = min(bs * cut.row_blocks, workers)
+    chunks = max(1, min(variant.combine_chunks, -(-4 * workers // merged)))
+    return (
+        (variant.kernel_name(element), (workers, 1), variant.shared_bytes),
+        (variant.combine_name(element), (chunks, merged), combine_shared_bytes(workers)),
+    )
+
+
+def combine_shared_bytes(workers: int) -> int:
+    """Dynamic shared memory of combine: a reduction buffer, 16 inverse sums and a weight for each of 16 rows and every
+    possible split.
+    """
+    return tiles.THREADS * 16 + 64 + workers * 64
+
+
+def gpu_launcher(cubin: Path, device: torch.device, cache_dir: Path | None = None) -> Launcher:
+    """Loads a cubin on a device that already has its context, with every function's limit of shared memory raised."""
+    cupy = compiling.import_cupy(cache_dir)
+    driver = cupy.cuda.driver
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    functions: dict[str, int] = {}
+    with cupy.cuda.Device(index):
+        module = cupy.RawModule(path=str(cubin))
+        for variant in tiles.VARIANTS:
+            for element in tiles.ELEMENTS:
+                kernel = module.get_function(variant.kernel_name(element))
+                kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+                functions[variant.kernel_name(element)] = kernel.kernel.ptr
+                functions[variant.combine_name(element)] = module.get_function(variant.combine_name(element)).kernel.ptr
+    arguments = (ctypes.c_void_p * 1)()  # the driver copies what it points to before the launch returns
+    arguments_address = ctypes.addressof(arguments)
+
+    def launch(steps: Sequence[Step], params: int) -> None:
+        # The stream is asked for at each call: under capture it is the capturing one. cupy's own call of a kernel costs
+        # about 40 us of Python; its binding of the driver's launch costs two and raises the same errors.
+        stream = torch.cuda.current_stream(index).cuda_stream
+        arguments[0] = params
+        for name, (x, y), shared_bytes in steps:
+            driver.launchKernel(
+                functions[name], x, y, 1, tiles.THREADS, 1, 1, shared_bytes, stream, arguments_address, 0
+            )
+
+    launch.module = module  # type: ignore[attr-defined]  # the functions do not keep their module alive
+    return launch
+
+
+def host_launcher(library: Path, seed: int = 0) -> Launcher:
+    """The CPU build. `seed` shuffles the order in which blocks, warps and lanes run; 0 is the plain order."""
+    host = ctypes.CDLL(str(library))
+    host.kdtree_host_launch.argtypes = (
+        [ctypes.c_char_p] + [ctypes.c_int] * 4 + [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_char_p, ctypes.c_int]
+    )
+    if host.kdtree_host_params_size() != PARAMS.itemsize:
+        raise KernelUnavailable("load_failed", f"{library} was built for other parameters than this version packs")
+
+    def launch(steps: Sequence[Step], params: int) -> None:
+        message = ctypes.create_string_buffer(1024)
+        for name, (x, y), shared_bytes in steps:
+            failed = host.kdtree_host_launch(
+                name.encode(), x, y, tiles.THREADS, shared_bytes, params, seed, message, len(message)
+            )
+            if failed:
+                raise KernelFault(f"{name}: {message.value.decode()}")
+
+    return launch

@@ -1,0 +1,93 @@
+"""The `[kdtree]` lines. Everything a worker says goes through here, one line at a time, to stderr.
+
+Operators grep for these lines, so their form is fixed: the prefix, then for warnings and errors the level, then the
+words. The logger has its own handler and does not propagate: SGLang reconfigures the root logger, and a line must
+neither vanish because of that nor appear twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+PREFIX = "[kdtree] "
+NAME = "kdtree_patch"
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what sys.stderr is at the time of the line, not at the time of the import (services redirect it)."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """logging's own constructor assigns it; there is nothing to remember."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A stderr that is closed loses the line. logging would report that on the same stderr, and raise."""
+
+
+class _Formatter(logging.Formatter):
+    """`[kdtree] words`, or `[kdtree] WARNING words` from warnings upwards, unless the record says that it is plain."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno < logging.WARNING or getattr(record, "plain", False) else f"{record.levelname} "
+        return PREFIX + level + one_line(record.getMessage())
+
+
+def one_line(text: object) -> str:
+    """Messages quote exceptions and compiler output; a line stays one line whatever they contain."""
+    return " ".join(str(text).split())
+
+
+def get_logger() -> logging.Logger:
+    """The package's logger, set up on first use. Asking again, also after a reload, adds no second handler."""
+    logger = logging.getLogger(NAME)
+    if not any(type(handler).__name__ == _StderrHandler.__name__ for handler in logger.handlers):
+        handler = _StderrHandler()
+        handler.setFormatter(_Formatter())
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+    return logger
+
+
+def set_level(name: str) -> None:
+    """`debug`, `info`, `warning` or `error`."""
+    get_logger().setLevel(name.upper())
+
+
+def fields(values: dict[str, object]) -> str:
+    """`k=v k=v`, a value with a space in quotes, so that a line can be cut at its spaces. None is left out."""
+    return " ".join(f"{key}={_quoted(value)}" for key, value in values.items() if value is not None)
+
+
+def _quoted(value: object) -> str:
+    text = one_line(value).replace('"', "'")
+    return f'"{text}"' if " " in text else text
+
+
+def installed(**values: object) -> None:
+    """`[kdtree] installed k=v ...`: this process serves verify calls."""
+    get_logger().info("installed %s", fields(values))
+
+
+def declined(reason: str, detail: str = "", **values: object) -> None:
+    """`[kdtree] declined reason=<code> k=v ... detail`: this process, or a kind of call, stays with the stock kernel.
+
+    Ranks as a warning, so that it is still said at KDTREE_LOG_LEVEL=warning, but is written in the form that
+    operators grep for.
+    """
+    words = " ".join(part for part in (f"declined reason={reason}", fields(values), detail) if part)
+    get_logger().warning("%s", words, extra={"plain": True})
+
+
+def stays_stock(reason: str, detail: str = "", **values: object) -> None:
+    """The declined line of a whole process, which ends by saying what that means for the service."""
+    declined(reason, f"{detail}; the service runs stock" if detail else "the service runs stock", **values)

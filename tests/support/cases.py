@@ -1,0 +1,164 @@
+"""Verify calls as plain tensors, and what the right answer is. Used by the kernel tests on the CPU and on a GPU; knows
+nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kdtree_patch.kernel import VerifyKernel, host_launcher
+
+from .reference import attention
+
+SCALE = 0.14468
+HEAD_DIM = 576
+# rel to float64. The rounding of the output alone costs 0.0016 in bf16 and 0.0002 in fp16, the rounding of P the rest.
+LIMIT = {torch.bfloat16: 0.0020, torch.float16: 0.00026}
+
+
+@dataclass
+class Case:
+    """The arguments of `VerifyKernel.launch`."""
+
+    q: torch.Tensor
+    k_extend: torch.Tensor
+    out: torch.Tensor
+    kv_pool: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    custom_mask: torch.Tensor | None
+    mask_indptr: torch.Tensor | None
+    q_len: int
+    scale: float
+
+    def launch(self, kernel: VerifyKernel) -> torch.Tensor:
+        kernel.launch(
+            self.q,
+            self.k_extend,
+            self.out,
+            self.kv_pool,
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.custom_mask,
+            self.mask_indptr,
+            self.q_len,
+            self.scale,
+        )
+        return self.out
+
+
+def poisoned(kernel: VerifyKernel) -> VerifyKernel:
+    """The kernel with a workspace full of NaN, so that a partial result that nobody wrote shows."""
+    kernel.partial_out.fill_(0xFF)
+    kernel.partial_stats.fill_(float("nan"))
+    return kernel
+
+
+def host_kernel(library: Path, seed: int = 0, workers: int = 5) -> VerifyKernel:
+    """The CPU build with blocks, warps and lanes run in the order that `seed` gives, and a grid of `workers` blocks."""
+    return poisoned(VerifyKernel(torch.device("cpu"), host_launcher(library, seed), workers, "host"))
+
+
+def tree_visibility(q_len: int, generator: torch.Generator) -> torch.Tensor:
+    """(q_len, q_len) bool: each draft sees itself and its ancestors in a random tree whose root is draft 0; parents
+    come first.
+    """
+    visible = torch.zeros(q_len, q_len, dtype=torch.bool)
+    for i in range(q_len):
+        if i:
+            parent = int(torch.randint(max(0, i - 4), i, (1,), generator=generator))
+            visible[i] = visible[parent]
+        visible[i, i] = True
+    return visible
+
+
+def make_case(
+    prefixes: list[int],
+    q_len: int,
+    heads: int,
+    *,
+    dtype: torch.dtype = torch.float16,
+    mask: str = "tree",
+    device: str = "cpu",
+    seed: int = 0,
+    scale: float = SCALE,
+    mask_dtype: torch.dtype = torch.bool,
+    qo_dtype: torch.dtype = torch.int32,
+    kv_indptr_dtype: torch.dtype = torch.int32,
+    kv_indices_dtype: torch.dtype = torch.int64,
+    mask_indptr_dtype: torch.dtype = torch.int64,
+    slack: int = 0,
+    extra_slots: int = 7,
+) -> Case:
+    """A batch with one prefix length a request: N(0, 1) inputs, scattered slots, NaN in every slot that no request owns
+    and in the output.
+
+    mask is "tree", "none" (a causal chain) or "zero_row" (a tree whose draft 1 sees nothing). `slack` appends that many
+    stale entries to the mask and to kv_indices, as the persistent buffers under CUDA graphs have. Strides are as SGLang
+    passes them: contiguous.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bs = len(prefixes)
+    total = sum(prefixes)
+    tokens = bs * q_len
+    pool_slots = total + extra_slots
+    kv_pool = torch.full((pool_slots, 1, HEAD_DIM), float("nan"))
+    order = torch.randperm(pool_slots - 1, generator=generator)[:total] + 1
+    kv_pool[order] = torch.randn(total, 1, HEAD_DIM, generator=generator)
+    q = torch.randn(tokens, heads, HEAD_DIM, generator=generator)
+    k_extend = torch.randn(tokens, 1, HEAD_DIM, generator=generator)
+    ends = torch.tensor([0, *prefixes]).cumsum(0)
+
+    rows = []
+    for b in range(bs):
+        seen = tree_visibility(q_len, generator)
+        if mask == "zero_row" and q_len > 1:
+            seen[1] = False
+        rows.append(torch.cat([torch.ones(q_len, prefixes[b], dtype=torch.bool), seen], 1).flatten())
+    custom_mask = None
+    mask_indptr = None
+    if mask != "none":
+        stale = torch.randint(0, 2, (slack,), generator=generator).bool()
+        flat = torch.cat([*rows, stale])
+        custom_mask = flat.to(mask_dtype)
+        if mask_dtype == torch.uint8:
+            # Any byte that is not zero means visible.
+            custom_mask = custom_mask * torch.randint(1, 256, flat.shape, generator=generator).to(torch.uint8)
+        lengths = torch.tensor([0, *(q_len * (p + q_len) for p in prefixes)])
+        mask_indptr = lengths.cumsum(0).to(mask_indptr_dtype).to(device)
+        custom_mask = custom_mask.to(device)
+    indices = torch.cat([order, torch.randint(0, pool_slots, (slack,), generator=generator)]).to(kv_indices_dtype)
+    return Case(
+        q=q.to(dtype).to(device),
+        k_extend=k_extend.to(dtype).to(device),
+        out=torch.full((tokens, heads, 512), float("nan"), dtype=dtype, device=device),
+        kv_pool=kv_pool.to(dtype).to(device),
+        qo_indptr=(torch.arange(bs + 1) * q_len).to(qo_dtype).to(device),
+        kv_indptr=ends.to(kv_indptr_dtype).to(device),
+        kv_indices=indices.to(device),
+        custom_mask=custom_mask,
+        mask_indptr=mask_indptr,
+        q_len=q_len,
+        scale=scale,
+    )
+
+
+def reference(case: Case) -> torch.Tensor:
+    """What the case's output has to be, (tokens, heads, 512) in float64."""
+    return attention(
+        q=case.q,
+        k=case.k_extend,
+        v=case.k_extend[..., :512],
+        kv_pool=case.kv_pool,
+        qo_indptr=case.qo_indptr,
+        kv_indptr=case.kv_indptr,
+        kv_indices=case.kv_indices,
+        custom_mask=case.custom_mask,
+        mask_indptr=case.mask_indptr,
+        scale=case.scale,
+    )

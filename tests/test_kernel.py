@@ -1,0 +1,163 @@
+"""The kernel's own source, compiled for the CPU, against float64: every shape and dtype that a GPU would be given, in
+small.
+
+A GPU's arithmetic is not that of the CPU build in one respect: exp2 is exact here. The limits are those of the GPU
+suite.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtree_patch import tiles
+from kdtree_patch.compile import cached_binary
+from kdtree_patch.kernel import PARAMS, host_launcher
+from tests.support.cases import LIMIT, host_kernel, make_case, reference
+from tests.support.reference import rel
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return cached_binary("host")
+
+
+def fuzz(count: int) -> list[tuple[int, list[int], int, int, str, torch.dtype, int]]:
+    rnd = random.Random(1)
+    cases = []
+    for seed in range(count):
+        prefixes = [rnd.choice([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]) for _ in range(rnd.randint(1, 4))]
+        q_len, heads = rnd.choice([(1, 1), (9, 8), (2, 8), (17, 3), (5, 9), (65, 1), (4, 16), (1, 63), (3, 8), (8, 8)])
+        mask, dtype = rnd.choice(["tree", "none", "zero_row"]), rnd.choice([torch.float16, torch.bfloat16])
+        cases.append((seed, prefixes, q_len, heads, mask, dtype, rnd.randint(1, 9)))
+    return cases
+
+
+@pytest.mark.parametrize("seed, prefixes, q_len, heads, mask, dtype, workers", fuzz(24))
+def test_fuzz_against_float64(library, seed, prefixes, q_len, heads, mask, dtype, workers) -> None:
+    case = make_case(prefixes, q_len, heads, dtype=dtype, mask=mask, seed=seed, slack=40)
+    case.launch(host_kernel(library, seed, workers))
+    assert rel(case.out, reference(case)) < LIMIT[dtype]
+
+
+def test_most_heads_and_a_long_draft(library) -> None:
+    """128 heads and q_len 256, the largest of each, on the smallest other side."""
+    for q_len, heads in ((1, 128), (256, 1)):
+        case = make_case([40], q_len, heads)
+        assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("wide", ["qo_dtype", "kv_indptr_dtype", "kv_indices_dtype", "mask_indptr_dtype", None])
+def test_each_index_dtype(library, wide, mask_dtype) -> None:
+    """One tensor is int64 and the others int32, so that a flag mixed up with another one shows."""
+    names = ("qo_dtype", "kv_indptr_dtype", "kv_indices_dtype", "mask_indptr_dtype")
+    dtypes = {name: torch.int64 if name == wide else torch.int32 for name in names}
+    case = make_case([33, 0, 5], 3, 8, mask_dtype=mask_dtype, **dtypes)
+    assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+
+
+def test_strided_queries_pool_and_output(library) -> None:
+    """q as a slice of a wider row, a pool with gaps between slots, an output that is part of a larger one."""
+    plain = make_case([37, 2], 4, 3)
+    case = make_case([37, 2], 4, 3)
+    wide_q = torch.full((8, 3, 1000), float("nan"), dtype=torch.float16)
+    case.q = wide_q[..., 8:584].copy_(case.q)
+    wide_pool = torch.full((case.kv_pool.shape[0], 1, 640), float("nan"), dtype=torch.float16)
+    case.kv_pool = wide_pool[..., :576].copy_(case.kv_pool)
+    wide_out = torch.full((8, 5, 512), 7.0, dtype=torch.float16)
+    case.out = wide_out[:, 1:4]
+    kernel = host_kernel(library)
+    assert torch.equal(case.launch(kernel), plain.launch(kernel))
+    assert bool((wide_out[:, 0] == 7).all()) and bool((wide_out[:, 4] == 7).all()), (
+        "heads that are not ours were written"
+    )
+
+
+def test_a_row_that_sees_nothing_is_zero(library) -> None:
+    case = make_case([0, 40], 9, 8, mask="zero_row")
+    case.launch(host_kernel(library))
+    assert torch.count_nonzero(case.out[1]) == 0
+    assert torch.isfinite(case.out).all()
+
+
+@pytest.mark.parametrize("magnitude", [1e4, -1e4])
+def test_extreme_scores_stay_finite(library, magnitude) -> None:
+    """Scores of +-1e4: all rows finite, and as float64 has them."""
+    case = make_case([70], 2, 8, dtype=torch.bfloat16)
+    case.q[...] = 1.0
+    case.kv_pool[..., :512] *= 0.01
+    case.kv_pool[..., 512:] = magnitude / (64 * case.scale) + case.kv_pool[..., 512:] * 0
+    case.k_extend[..., :512] *= 0.01
+    case.k_extend[..., 512:] = magnitude / (64 * case.scale)
+    case.launch(host_kernel(library))
+    assert torch.isfinite(case.out).all()
+
+
+def test_siblings_see_their_parent_and_not_each_other(library) -> None:
+    """Drafts 1 and 2 have the parent 0. Letting 2 see 1 must change draft 2's rows and no others."""
+    case = make_case([21], 3, 8)
+    assert case.custom_mask is not None
+    apart = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    together = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    kernel, results = host_kernel(library), []
+    for tree in (apart, together):
+        case.custom_mask = torch.cat([torch.ones(3, 21, dtype=torch.bool), tree], 1).flatten()
+        results.append(case.launch(kernel).clone())
+        assert rel(case.out, reference(case)) < LIMIT[torch.float16]
+    assert torch.equal(results[0][:2], results[1][:2])
+    assert rel(results[0][2], results[1][2].double()) > 0.01
+
+
+def test_the_order_of_execution_does_not_change_a_bit(library) -> None:
+    """Same input, same bits, however blocks, warps and lanes are interleaved."""
+    first = make_case([200, 0, 64], 9, 8)
+    first.launch(host_kernel(library, seed=0))
+    for seed in range(1, 6):
+        again = make_case([200, 0, 64], 9, 8)
+        again.launch(host_kernel(library, seed=seed))
+        assert torch.equal(first.out, again.out), f"order {seed}"
+
+
+def test_the_split_moves_no_result_beyond_rounding(library) -> None:
+    """From one worker, which cuts nothing, to more workers than tiles, where every tile is alone."""
+    case = make_case([150, 7], 9, 8)
+    expected = reference(case)
+    for workers in (1, 2, 3, 7, 13, 40):
+        case.out.fill_(float("nan"))
+        case.launch(host_kernel(library, workers=workers))
+        assert rel(case.out, expected) < LIMIT[torch.float16], f"{workers} workers"
+
+
+def test_stale_mask_and_indices_beyond_the_batch_are_not_read(library) -> None:
+    """Under CUDA graphs the mask and the indices live in long buffers whose ends are old."""
+    short, long = make_case([31, 4], 9, 8, slack=0), make_case([31, 4], 9, 8, slack=0)
+    long.custom_mask = torch.cat([long.custom_mask, torch.ones(500, dtype=torch.bool)])
+    long.kv_indices = torch.cat([long.kv_indices, torch.full((500,), 2**40)])
+    kernel = host_kernel(library)
+    assert torch.equal(short.launch(kernel), long.launch(kernel))
+
+
+def test_params_are_packed_as_the_kernel_reads_them(library) -> None:
+    """The scale is a float32 and the record is as long as the CUDA struct; a Python float would have been passed as a
+    double.
+    """
+    assert PARAMS.fields is not None
+    assert PARAMS.fields["scale_log2e"][0].itemsize == 4
+    host_launcher(library)  # compares the length with sizeof(VerifyParams)
+
+
+def test_every_variant_fits_the_smallest_shared_memory() -> None:
+    for variant in tiles.VARIANTS:
+        assert variant.shared_bytes <= tiles.SHARED_LIMIT == 101_376
+
+
+@pytest.mark.parametrize("q_len, heads", [(q, h) for q in (1, 2, 5, 9, 64, 256) for h in (1, 3, 8, 16, 63, 128)])
+def test_cut_covers_all_rows_once(q_len, heads) -> None:
+    cut = tiles.cut_rows(q_len, heads)
+    rows = q_len * heads
+    assert cut.rows_per_block % 8 == 0 and cut.rows_per_block <= cut.variant.rows
+    assert (cut.row_blocks - 1) * cut.rows_per_block < rows <= cut.row_blocks * cut.rows_per_block
