@@ -1,0 +1,73 @@
+"""What happens when SGLang's Triton backend is imported: settings, then contract, then hook.
+
+Called by sitecustomize.py from inside SGLang's own import, and by wrapt when that import is done. An exception in
+either place would be SGLang's exception, so each ends in one line and a stock service.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from kdtree_patch import log
+from kdtree_patch.settings import SettingError, Settings
+
+if TYPE_CHECKING:
+    from kdtree_patch.compile import CompileJob
+
+
+def arm(backend_module: str) -> None:
+    """Asks to be called back when `backend_module` has been imported. Called as its import begins."""
+    try:
+        settings = Settings.from_environ(os.environ)
+    except SettingError as error:
+        log.get_logger().error("declined reason=bad_setting %s", error)
+        return
+    if settings.mode == "off":
+        return
+    log.set_level(settings.log_level)
+    # wrapt is no dependency of SGLang, so its absence is a thing that happens to people.
+    try:
+        import wrapt
+    except ImportError as error:
+        log.stays_stock("wrapt_missing", f"({error}) install wrapt into the service's environment: pip install wrapt")
+        return
+    wrapt.register_post_import_hook(functools.partial(_on_import, settings=settings), backend_module)
+
+
+def _on_import(module: ModuleType, settings: Settings) -> None:
+    """The backend module is there, and nobody has used it yet."""
+    try:
+        from kdtree_patch import contract
+
+        violations = contract.check(module)
+        if violations:
+            log.stays_stock("contract", violations="; ".join(violations), sglang=contract.sglang_version())
+            return
+        from kdtree_patch import hook
+
+        hook.install(module, settings, start_compiling(settings))
+    except Exception as error:
+        log.stays_stock("hook_failed", f"{type(error).__name__}: {error}")
+
+
+def start_compiling(settings: Settings) -> CompileJob | None:
+    """Compiles in the background while the worker loads its weights, which takes minutes; needs no CUDA context.
+
+    Only in a spawned process. For a multimodal model the HTTP process imports the backend too, through the image
+    processors, and never constructs one: it has no use for a kernel. A process that turns out to need one without this
+    compiles when it constructs its backend.
+    """
+    if multiprocessing.parent_process() is None:
+        return None
+    from kdtree_patch import compile as compiling
+
+    targets = compiling.visible_targets()
+    if not targets:
+        return None
+    job = compiling.CompileJob(targets, settings.cache_dir)
+    job.start()
+    return job

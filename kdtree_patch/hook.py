@@ -1,0 +1,277 @@
+"""wrapt on SGLang's Triton backend: where a verify call leaves SGLang's code, and where it comes back.
+
+Two methods of `TritonAttnBackend` are wrapped, on the class, which keeps its name and its identity (DFLASH looks the
+name up):
+
+* `__init__`, to replace the new instance's own `extend_attention_fwd` by a router. That attribute is the seam: what
+  reaches it has been through SGLang's KV store, scales and output buffer, so these stay SGLang's in every release.
+* `forward_extend`, to tell the router which layer and batch the inner call belongs to, which the inner call itself
+  does not say. Anything but a verify call is passed through at once.
+
+Nothing here may cost a service its start: each wrapper runs the stock code first or around, and what fails on our
+side is one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import wrapt
+
+from kdtree_patch import __version__, contract, log
+from kdtree_patch.route import Kernel, Ledger, VerifyRouter
+from kdtree_patch.settings import Settings
+
+if TYPE_CHECKING:
+    from kdtree_patch.compile import CompileJob
+
+# On our wrappers. wrapt keeps `_self_` attributes on the wrapper and shows everything else of what is wrapped, so the
+# mark is found through other people's wrapt wrappers as well, and by a second copy of this module.
+MARK: Final = "_self_kdtree_patch"
+# On an instance: its router. On the instance rather than in a table of ours, so that the two live and die together.
+ROUTER: Final = "_kdtree_router"
+
+Method = Callable[..., Any]
+Wrapper = Callable[[Method, Any, tuple[Any, ...], dict[str, Any]], Any]
+LoadKernel = Callable[[torch.device, Settings, "CompileJob | None"], Kernel]
+
+
+class Declined(Exception):
+    """This process, or this backend, stays stock. `reason` is the code of the line, the message its detail.
+
+    `quiet` is for what is in the nature of some backends: worth a line only if the process would otherwise say nothing.
+    """
+
+    def __init__(self, reason: str, detail: str, *, quiet: bool = False, **facts: object):
+        super().__init__(detail)
+        self.reason = reason
+        self.quiet = quiet
+        self.facts = facts
+
+
+class Worker:
+    """One process: its settings, its kernels, what it has served, and the one line it has said about itself."""
+
+    def __init__(self, settings: Settings, job: CompileJob | None, load: LoadKernel):
+        self.settings = settings
+        self.ledger = Ledger()
+        self._job = job
+        self._load = load
+        self._kernels: dict[torch.device, Kernel | Declined] = {}
+        self._installed = False
+        self._spoken = False
+
+    def attach(self, backend: Any, runner: Any) -> None:
+        """Gives a constructed backend its router, or says why not.
+
+        The instance is changed last of all, and until it has both attributes every call goes to the stock function.
+        """
+        try:
+            if ROUTER in vars(backend):
+                return
+            check_worth_it(backend)
+            kernel = self.kernel_on(backend.req_to_token.device)
+            rank = tp_rank(runner)
+            facts = about(self.settings, kernel, rank)
+            router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank)
+            # The stock function is wrapped like this too: torch.compile must not look inside.
+            backend.extend_attention_fwd = torch.compiler.disable(router.__call__)
+            setattr(backend, ROUTER, router)
+        except Declined as declined:
+            self._say(declined)
+        except Exception as error:
+            self._say(Declined("hook_failed", f"{type(error).__name__}: {error}"))
+        else:
+            if not self._installed:
+                log.installed(**facts)
+            self._installed = self._spoken = True
+
+    def kernel_on(self, device: torch.device) -> Kernel:
+        """The kernel on a device, loaded once. A failure is remembered too: draft backends must not each try again."""
+        if device not in self._kernels:
+            try:
+                self._kernels[device] = self._load(device, self.settings, self._job)
+            except Declined as declined:
+                self._kernels[device] = declined
+        kernel = self._kernels[device]
+        if isinstance(kernel, Declined):
+            raise kernel
+        return kernel
+
+    def _say(self, declined: Declined) -> None:
+        if self.ledger.first(("process", declined.reason)) and not (declined.quiet and self._spoken):
+            self._spoken = True
+            log.stays_stock(declined.reason, str(declined), **declined.facts)
+
+
+# The worker of this process. A reload of SGLang's module makes a second class, which shares kernels and counters.
+_worker: Worker | None = None
+
+
+def install(
+    module: ModuleType, settings: Settings, job: CompileJob | None = None, load: LoadKernel | None = None
+) -> None:
+    """Wraps the backend of `module`, which the contract has been checked for. A second time changes nothing."""
+    global _worker
+    if _worker is None:
+        _worker = Worker(settings, job, load or load_kernel)
+    backend = getattr(module, contract.BACKEND)
+    wrap(backend, "__init__", functools.partial(around_init, _worker))
+    wrap(backend, "forward_extend", around_forward_extend)
+
+
+def counts() -> Counter[tuple[str, str]]:
+    """How many calls this process has served and declined: (route, reason) to number."""
+    return Counter() if _worker is None else Counter(_worker.ledger.counts)
+
+
+def wrap(cls: type, name: str, around: Callable[[Method], Wrapper]) -> None:
+    """Puts a wrapper around a method, in the class's own dictionary, unless one of ours is there already."""
+    method = vars(cls)[name]
+    if not is_ours(method):
+        wrapped = wrapt.FunctionWrapper(method, around(method))
+        setattr(wrapped, MARK, True)
+        setattr(cls, name, wrapped)
+
+
+def is_ours(function: Any) -> bool:
+    """True if our wrapper is this function or lies somewhere below it."""
+    while function is not None:
+        if getattr(function, MARK, False) is True:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def around_init(worker: Worker, method: Method) -> Wrapper:
+    runner_at = position(method, "model_runner")
+
+    def wrapper(wrapped: Method, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        worker.attach(instance, args[runner_at] if runner_at < len(args) else kwargs.get("model_runner"))
+        return result
+
+    return wrapper
+
+
+def around_forward_extend(method: Method) -> Wrapper:
+    layer_at, batch_at = position(method, "layer"), position(method, "forward_batch")
+
+    def wrapper(wrapped: Method, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        router = getattr(instance, ROUTER, None)
+        if router is None:
+            return wrapped(*args, **kwargs)
+        try:
+            batch = args[batch_at] if batch_at < len(args) else kwargs["forward_batch"]
+            layer = args[layer_at] if layer_at < len(args) else kwargs["layer"]
+            verify = batch.forward_mode.is_target_verify()
+        except (KeyError, AttributeError):
+            verify = False  # a call that the stock method will refuse, in its own words
+        if not verify:
+            return wrapped(*args, **kwargs)
+        before, router.context = router.context, (layer, batch)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            router.context = before
+
+    return wrapper
+
+
+def position(method: Method, name: str) -> int:
+    """Where a parameter of a method stands among its positional arguments, self not counted."""
+    return list(inspect.signature(method).parameters).index(name) - 1
+
+
+def check_worth_it(backend: Any) -> None:
+    """Raises Declined for a backend that will never make a verify call we could serve: nothing is loaded for it."""
+    violations = contract.check_instance(backend)
+    if violations:
+        raise Declined("contract", "", violations="; ".join(violations), sglang=contract.sglang_version())
+    if not backend.num_draft_tokens:
+        raise Declined("no_speculation", "there is no speculative decoding, so there are no verify calls", quiet=True)
+    if not getattr(backend, "use_mla", True):
+        raise Declined("not_mla", "the model has no multi-head latent attention", quiet=True)
+    if getattr(backend, "enable_deterministic", False):
+        raise Declined("deterministic", "deterministic inference uses another kernel of SGLang")
+    if getattr(backend, "skip_prefill", False):
+        raise Declined("draft_only", "this backend only decodes drafts", quiet=True)
+
+
+def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None) -> Kernel:
+    """The real kernel. Imported here because it brings numpy and cupy along, which a stock service has no use for."""
+    if device.type not in ("cuda", "cpu"):
+        raise Declined("device", f"there is no kernel for {device.type} devices")
+    try:
+        from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
+    except Exception as error:
+        raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
+    try:
+        return VerifyKernel.load(device, settings.cache_dir, job)
+    except KernelUnavailable as error:
+        raise Declined(error.reason, str(error)) from error
+    except ImportError as error:
+        if "cupy" not in f"{error.name} {error}".lower():
+            raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
+        detail = f"({error}) install cupy-cuda12x or cupy-cuda13x into the service's environment"
+        raise Declined("cupy_missing", detail) from error
+    except Exception as error:
+        raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
+
+
+def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, object]:
+    """The fields of the installed line: everything that somebody who reads a log from afar asks first."""
+    device = kernel.device
+    facts: dict[str, object] = {
+        "version": __version__,
+        "mode": settings.mode,
+        "validate": int(settings.validate),
+        "sglang": contract.sglang_version(),
+        "torch": torch.__version__,
+        "cupy": package_version("cupy"),
+        "wrapt": package_version("wrapt"),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": properties.name, "cc": f"{properties.major}.{properties.minor}"}
+    return facts | {"target": getattr(kernel, "target", None), "tp_rank": rank}
+
+
+def package_version(name: str) -> str | None:
+    """Of a module that is imported, from itself: cupy's distribution has a name for each CUDA version."""
+    version = getattr(sys.modules.get(name), "__version__", None)
+    if version is None and name in sys.modules:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+    return version
+
+
+def tp_rank(runner: Any) -> int | None:
+    """The tensor-parallel rank where it is known: on the model runner, or else from SGLang's running process groups.
+
+    Only asks modules that are imported already, and takes any refusal for an answer: initialising SGLang's parallel
+    state, or failing a start over a number in a log line, would be absurd.
+    """
+    asked: list[Callable[[], Any]] = [
+        lambda: runner.tp_rank,
+        lambda: sys.modules["sglang.srt.runtime_context"].get_parallel().tp_rank,
+        lambda: sys.modules["sglang.srt.distributed.parallel_state"].get_tensor_model_parallel_rank(),
+    ]
+    for ask in asked:
+        try:
+            rank = ask()
+        except Exception:
+            continue
+        if isinstance(rank, int):
+            return rank
+    return None

@@ -1,0 +1,120 @@
+"""The environment variables `KDTREE_*`, read once into one frozen `Settings`, or refused with one clear error.
+
+There is no third way: a value that is not understood is never replaced by a default, because an operator who mistypes
+`shadow` must not get `on`. The caller logs the error and leaves the service as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "KDTREE_"
+MODES = ("on", "shadow", "off")
+FLAGS = ("0", "1")
+FORWARD_MODES = ("verify",)
+LOG_LEVELS = ("info", "debug", "warning", "error")
+
+VARIABLES = (
+    "KDTREE_MODE",
+    "KDTREE_VALIDATE",
+    "KDTREE_VALIDATE_EVERY",
+    "KDTREE_FORWARD_MODES",
+    "KDTREE_CACHE_DIR",
+    "KDTREE_LOG_LEVEL",
+)
+# Names that are promised but that this version does not act on. To accept them silently would be to lie about a
+# safeguard.
+NOT_YET = ("KDTREE_GUARD_REL",)
+
+
+class SettingError(ValueError):
+    """A variable that is not understood. `str()` says which, its value, what is allowed, and what happens now."""
+
+    def __init__(self, variable: str, value: str, allowed: str):
+        super().__init__(f"{variable}={value!r} is not understood: {allowed}. The service runs stock.")
+        self.variable = variable
+        self.value = value
+        self.allowed = allowed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator asked for. The defaults are what an empty environment means."""
+
+    mode: str = "on"
+    validate: bool = False
+    validate_every: int = 1
+    forward_modes: frozenset[str] = frozenset({"verify"})
+    cache_dir: Path | None = None
+    log_level: str = "info"
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Reads every KDTREE_* variable of `environ`. An empty value counts as unset, as unit files leave it."""
+        given = {name: value.strip() for name, value in environ.items() if name.startswith(PREFIX) and value.strip()}
+        _refuse_unknown_names(given)
+        mode = _one_of(given, "KDTREE_MODE", MODES)
+        return cls(
+            mode=mode,
+            # Shadow mode exists to compare, so it validates whatever KDTREE_VALIDATE says.
+            validate=_one_of(given, "KDTREE_VALIDATE", FLAGS) == "1" or mode == "shadow",
+            validate_every=_positive(given, "KDTREE_VALIDATE_EVERY", 1),
+            forward_modes=_some_of(given, "KDTREE_FORWARD_MODES", FORWARD_MODES),
+            cache_dir=_folder(given, "KDTREE_CACHE_DIR"),
+            log_level=_one_of(given, "KDTREE_LOG_LEVEL", LOG_LEVELS),
+        )
+
+
+def _refuse_unknown_names(given: Mapping[str, str]) -> None:
+    """A misspelt variable would otherwise be an ignored one."""
+    for name in sorted(given):
+        if name in NOT_YET:
+            raise SettingError(name, given[name], "not supported by this version, unset it")
+        if name not in VARIABLES:
+            nearest = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)[0]
+            raise SettingError(name, given[name], f"there is no such variable, the nearest is {nearest}")
+
+
+def _one_of(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """The default is the first of `allowed`."""
+    value = given.get(name, allowed[0])
+    if value.lower() not in allowed:
+        raise SettingError(name, value, f"allowed are {_listed(allowed)}")
+    return value.lower()
+
+
+def _some_of(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> frozenset[str]:
+    """A comma list, of at least one. The default is the first of `allowed`."""
+    value = given.get(name, allowed[0])
+    chosen = frozenset(part.strip().lower() for part in value.split(","))
+    if not chosen <= set(allowed):
+        raise SettingError(name, value, f"allowed is a comma list of {_listed(allowed)}")
+    return chosen
+
+
+def _positive(given: Mapping[str, str], name: str, default: int) -> int:
+    value = given.get(name, str(default))
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
+        raise SettingError(name, value, "allowed is a whole number from 1 up")
+    return int(value)
+
+
+def _folder(given: Mapping[str, str], name: str) -> Path | None:
+    """Absolute, because every process of a service resolves a relative path against its own working directory."""
+    if name not in given:
+        return None
+    try:
+        folder = Path(given[name]).expanduser()
+    except RuntimeError:  # "~somebody" whose home is not known
+        folder = Path()
+    if not folder.is_absolute():
+        raise SettingError(name, given[name], "allowed is an absolute path")
+    return folder
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)

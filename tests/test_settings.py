@@ -1,0 +1,86 @@
+"""KDTREE_* variables: understood, or refused with a message that says which, what, and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kdtree_patch.settings import SettingError, Settings
+
+
+def test_an_empty_environment_means_the_defaults() -> None:
+    settings = Settings.from_environ({"HOME": "/root", "PATH": "/bin"})
+    assert settings == Settings(
+        mode="on",
+        validate=False,
+        validate_every=1,
+        forward_modes=frozenset({"verify"}),
+        cache_dir=None,
+        log_level="info",
+    )
+
+
+def test_every_variable_is_read() -> None:
+    settings = Settings.from_environ(
+        {
+            "KDTREE_MODE": "on",
+            "KDTREE_VALIDATE": "1",
+            "KDTREE_VALIDATE_EVERY": "50",
+            "KDTREE_FORWARD_MODES": "verify",
+            "KDTREE_CACHE_DIR": "/var/cache/kdtree",
+            "KDTREE_LOG_LEVEL": "debug",
+        }
+    )
+    assert settings == Settings("on", True, 50, frozenset({"verify"}), Path("/var/cache/kdtree"), "debug")
+
+
+def test_case_and_spaces_do_not_matter_and_empty_is_unset() -> None:
+    settings = Settings.from_environ({"KDTREE_MODE": " Shadow ", "KDTREE_VALIDATE_EVERY": "", "KDTREE_CACHE_DIR": "  "})
+    assert (settings.mode, settings.validate_every, settings.cache_dir) == ("shadow", 1, None)
+
+
+def test_shadow_validates_whatever_the_flag_says() -> None:
+    assert Settings.from_environ({"KDTREE_MODE": "shadow"}).validate
+    assert Settings.from_environ({"KDTREE_MODE": "shadow", "KDTREE_VALIDATE": "0"}).validate
+
+
+def test_a_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/sglang")
+    assert Settings.from_environ({"KDTREE_CACHE_DIR": "~/kernels"}).cache_dir == Path("/home/sglang/kernels")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("KDTREE_MODE", "onn", "on, shadow, off"),
+        ("KDTREE_VALIDATE", "yes", "0, 1"),
+        ("KDTREE_VALIDATE_EVERY", "0", "a whole number from 1 up"),
+        ("KDTREE_VALIDATE_EVERY", "-3", "a whole number from 1 up"),
+        ("KDTREE_VALIDATE_EVERY", "1.5", "a whole number from 1 up"),
+        ("KDTREE_VALIDATE_EVERY", "9" * 5000, "a whole number from 1 up"),
+        ("KDTREE_VALIDATE_EVERY", "²", "a whole number from 1 up"),
+        ("KDTREE_FORWARD_MODES", "verify,extend", "verify"),
+        ("KDTREE_FORWARD_MODES", ",", "verify"),
+        ("KDTREE_CACHE_DIR", "cache", "an absolute path"),
+        ("KDTREE_CACHE_DIR", "~nobody-of-that-name/x", "an absolute path"),
+        ("KDTREE_LOG_LEVEL", "loud", "info, debug, warning, error"),
+        ("KDTREE_GUARD_REL", "0.01", "not supported by this version"),
+    ],
+)
+def test_what_is_not_understood_is_refused(variable: str, value: str, allowed: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        Settings.from_environ({variable: value})
+    assert (refused.value.variable, refused.value.value) == (variable, value)
+    message = str(refused.value)
+    assert variable in message and repr(value) in message and allowed in message
+    assert "the service runs stock" in message.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("KDTREE_MOD", "KDTREE_MODE"), ("KDTREE_VALIDATE_EVRY", "KDTREE_VALIDATE_EVERY"), ("KDTREE_X", "KDTREE_")],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest_one(name: str, nearest: str) -> None:
+    with pytest.raises(SettingError, match=f"nearest is {nearest}"):
+        Settings.from_environ({name: "shadow"})
