@@ -1,0 +1,42 @@
+# Each target sets up what it needs first; everything that is set up lives in .venv.
+#   make demo ARGS="--q-len 17"      make test ARGS="-k siblings -x"      make PYTHON=python3.12 test
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+SHELL_FILES = .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
+CUDA_FILES = $(shell git ls-files --cached --others --exclude-standard 'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint format clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## make .venv, or finish it
+	@PYTHON="$(PYTHON)" tools/setup.sh
+
+demo: setup ## the main job: SGLang's real Triton backend, patched, on the reference case
+	@$(BIN)/python -m kdtree_patch demo $(ARGS)
+
+test: setup ## the whole CPU test suite
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: setup ## ruff, mypy, shellcheck, clang-format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/shellcheck $(SHELL_FILES)
+	$(if $(CUDA_FILES),$(BIN)/clang-format --dry-run -Werror $(CUDA_FILES))
+
+format: setup ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	$(if $(CUDA_FILES),$(BIN)/clang-format -i $(CUDA_FILES))
+
+clean: ## remove what tests and linters leave behind; .venv stays
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,117 @@
+"""`python -m kdtree_patch compile`: compiles the kernel, says what each variant takes, and leaves it in the cache.
+
+Needs no GPU. Run as the user of the service, with its environment, it also saves the service's next start the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kdtree_patch import compile as compiling
+from kdtree_patch import tiles
+from kdtree_patch.log import set_level
+from kdtree_patch.settings import SettingError, Settings
+
+MAX_REGISTERS = 255
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compile",
+        help="compile the kernel, without a GPU; registers, spills and shared memory per variant",
+        description="Compiles the kernel with NVRTC, or with g++ for the CPU, and puts it into the cache. Exit status: "
+        "0 good; 1 if a target does not compile, a kernel spills or does not fit; 2 wrong usage.",
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        action="extend",
+        choices=(*compiling.NVRTC_TARGETS, *compiling.HOST_TARGETS),
+        metavar="TARGET",
+        help="what to compile for: %(choices)s. Default: this host's GPUs; if it has none, "
+        + ", ".join(compiling.GPU_TARGETS),
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        settings = Settings.from_environ(os.environ)
+    except SettingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    set_level(settings.log_level)
+    targets = list(dict.fromkeys(arguments.arch or compiling.visible_targets() or compiling.GPU_TARGETS))
+    reports = []
+    for target in targets:
+        report = examine(target, settings.cache_dir)
+        reports.append(report)
+        if not arguments.json:
+            print(table(report), flush=True)
+    findings = [f"{report['target']}: {finding}" for report in reports for finding in report["findings"]]
+    if arguments.json:
+        print(json.dumps({"targets": reports, "findings": findings}, indent=2))
+    elif findings:
+        print(f"{len(findings)} finding(s)")
+    return 1 if findings else 0
+
+
+def examine(target: str, cache_dir: Path | None = None, kernels: Path = compiling.KERNELS) -> dict[str, Any]:
+    """Compiles for one target. What is wrong with the result is in `findings`, a list of sentences."""
+    report: dict[str, Any] = {"target": target, "kernels": [], "findings": []}
+    try:
+        if target in compiling.HOST_TARGETS:
+            report["path"] = str(compiling.cached_binary(target, cache_dir, kernels))
+            return report
+        result = compiling.compile_cubin(target, kernels, cache_dir)
+        report.update(compiler=result.compiler, seconds=round(result.seconds, 1), bytes=len(result.cubin))
+        dynamic = dynamic_shared()
+        for kernel in result.kernels:
+            shared = kernel.static_shared + dynamic.get(kernel.name, 0)
+            report["kernels"].append({**asdict(kernel), "shared": shared})
+            report["findings"] += judge(kernel, shared)
+        missing = sorted(set(dynamic) - {kernel.name for kernel in result.kernels})
+        report["findings"] += [f"{name} is not in the cubin" for name in missing]
+        report["path"] = str(compiling.keep(result, cache_dir, kernels))
+    except compiling.CompileError as error:
+        report["findings"].append(f"{error.reason}: {error}")
+    return report
+
+
+def dynamic_shared() -> dict[str, int]:
+    """Kernel -> the shared memory it asks for at launch. What combine asks for depends on the GPU; it is small."""
+    return {v.kernel_name(element): v.shared_bytes for v in tiles.VARIANTS for element in tiles.ELEMENTS}
+
+
+def judge(kernel: compiling.KernelResources, shared: int) -> list[str]:
+    findings = []
+    if kernel.spill_stores or kernel.spill_loads:
+        findings.append(f"{kernel.name} spills {kernel.spill_stores} bytes and reads {kernel.spill_loads} back")
+    if kernel.registers > MAX_REGISTERS:
+        findings.append(f"{kernel.name} uses {kernel.registers} registers, more than {MAX_REGISTERS}")
+    if shared > tiles.SHARED_LIMIT:
+        findings.append(f"{kernel.name} takes {shared} bytes of shared memory, more than {tiles.SHARED_LIMIT}")
+    return findings
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [report["target"]]
+    if "compiler" in report:
+        lines[0] += f"  {report['compiler']}, {report['seconds']} s, {report['bytes']:,} bytes"
+    if "path" in report:
+        lines[0] += f"  {report['path']}"
+    if report["kernels"]:
+        lines.append(f"  {'kernel':<32} {'registers':>9} {'spilled':>8} {'stack':>6} {'shared':>8}")
+    for kernel in report["kernels"]:
+        spilled = kernel["spill_stores"] + kernel["spill_loads"]
+        lines.append(
+            f"  {kernel['name']:<32} {kernel['registers']:>9} {spilled:>8} {kernel['stack']:>6} {kernel['shared']:>8,}"
+        )
+    return "\n".join([*lines, *(f"  FINDING {finding}" for finding in report["findings"])])

@@ -1,0 +1,29 @@
+"""The GPU suite: `make test-gpu`. Without a GPU every test of it fails with one clear line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kdtree_patch.kernel import VerifyKernel
+from tests.support.cases import poisoned
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.fail(
+            "the GPU suite needs an NVIDIA GPU that torch can see; `make test` is the suite without one", pytrace=False
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def kernel(gpu: torch.device) -> VerifyKernel:
+    return poisoned(VerifyKernel.load(gpu))

@@ -1,0 +1,159 @@
+"""`python -m kdtree_patch demo`: the reference case end to end on each SGLang release, and how the demo judges."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdtree_patch import demo
+from tests.support.env import REPO, sglang_dir
+
+INSTALLED = "[kdtree] installed version=0.1.0 device=cpu"
+SHAPES = (
+    "[kdtree] shapes q=(9, 8, 576) kv_buf=(1024, 576) bs=1 q_len=9 Dl=512 Dr=64 kv_len_max=21 scale=0.14468 mask=(270,)"
+)
+
+
+def run_demo(directory: Path, *arguments: str, pythonpath: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KDTREE_")}
+    env["PYTHONPATH"] = os.pathsep.join(str(entry) for entry in (REPO, pythonpath) if entry)
+    command = [sys.executable, "-m", "kdtree_patch", "demo", *arguments]
+    return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=500)
+
+
+def test_reference_case(release: str, tmp_path: Path) -> None:
+    """bs 1, q_len 9, 8 heads, prefix 21, 61 layers: each validated, within 1e-3 of stock, and all of it printed."""
+    report_file = tmp_path / "report.json"
+    finished = run_demo(tmp_path, "--sglang", str(sglang_dir(release)), "--json", str(report_file))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = finished.stdout.splitlines()
+    assert [line for line in lines if line.startswith("[kdtree] shapes ")] == [SHAPES]
+    assert sum(line.startswith("[kdtree] installed ") for line in lines) == 1
+    assert [int(found[1]) for line in lines if (found := re.match(r"\[kdtree\] L(\d+) max_abs_diff=", line))] == list(
+        range(61)
+    )
+    assert lines[-1].strip() == "PASS"
+    report = json.loads(report_file.read_text())
+    assert report["passed"] and report["worst_rel"] < 1e-3
+    assert report["backend"]["sglang"] == release
+    assert report["machine"]["dtype"] == "float16"
+    assert report["done"]["routed"] == {"kernel verify": 61}
+
+
+def test_a_batch_of_another_shape(tmp_path: Path) -> None:
+    options = ["--bs", "3", "--prefix", "0", "--q-len", "4", "--heads", "3", "--layers", "2"]
+    finished = run_demo(tmp_path, "--sglang", str(sglang_dir("0.5.12")), *options)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "q=(12, 3, 576)" in finished.stdout and "kv_len_max=0" in finished.stdout and "mask=(48,)" in finished.stdout
+
+
+def test_without_wrapt_it_fails_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise ImportError('not here')\n")
+    options = ["--sglang", str(sglang_dir("0.5.12")), "--layers", "1"]
+    finished = run_demo(tmp_path, *options, pythonpath=tmp_path)
+    assert finished.returncode == 1
+    assert "installed line: the reason is in: [kdtree] declined reason=wrapt_missing" in finished.stdout
+    assert finished.stdout.splitlines()[-1].strip() == "FAIL"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--sglang", "/nonexistent"], ["--prefix", "-1"], ["--q-len", "0"], ["--dtype", "float8"]], ids=str
+)
+def test_wrong_usage_is_2(tmp_path: Path, arguments: list[str]) -> None:
+    finished = run_demo(tmp_path, *arguments)
+    assert finished.returncode == 2
+    assert "demo: " in finished.stderr
+
+
+# The verdict.
+
+
+def case(**changes: object) -> demo.Case:
+    options = dict(prefix=21, q_len=9, heads=8, layers=3, bs=1, slots=None, dtype=None, device=None)
+    return demo.Case(argparse.Namespace(**{**options, **changes}))
+
+
+def story(*lines: str, routed: int = 3) -> demo.Story:
+    told = demo.Story()
+    told.hear("stdout", json.dumps({"event": "machine", "dtype": "float16", "gpu": None, "why": None, "torch": "2"}))
+    for line in lines:
+        told.hear("stderr", line)
+    told.hear("stdout", json.dumps({"event": "done", "stored": True, "routed": {"kernel verify": routed}}))
+    told.hear("exit", "0")
+    return told
+
+
+def layer_line(layer: int, rel: str = "2.1e-04") -> str:
+    return f"[kdtree] L{layer} max_abs_diff=1.0000e-03 mean=1.0000e-05 rel={rel} tp_rank=0"
+
+
+LAYERS = [layer_line(layer) for layer in range(3)]
+
+
+def failures(told: demo.Story) -> dict[str, str]:
+    return {check.name: f"{check.seen}; {check.advice}" for check in demo.judge(case(), told) if not check.passed}
+
+
+def test_a_good_run_passes() -> None:
+    assert failures(story(INSTALLED, SHAPES, *LAYERS)) == {}
+
+
+def test_missing_layers_are_named() -> None:
+    found = failures(story(INSTALLED, SHAPES, LAYERS[0], LAYERS[2]))
+    assert list(found) == ["layer lines"]
+    assert "missing: L1" in found["layer lines"]
+
+
+@pytest.mark.parametrize("rel", ["1.1e-03", "1.0837e+00", "nan", "inf"])
+def test_one_bad_layer_fails_and_is_named(rel: str) -> None:
+    found = failures(story(INSTALLED, SHAPES, LAYERS[0], layer_line(1, rel), LAYERS[2]))
+    assert list(found) == ["worst rel"]
+    assert "in L1" in found["worst rel"]
+
+
+@pytest.mark.parametrize("wrong", ["mask=(189,)", "mask=None"])
+def test_the_shapes_line_of_another_call_fails(wrong: str) -> None:
+    found = failures(story(INSTALLED, SHAPES.replace("mask=(270,)", wrong), *LAYERS))
+    assert list(found) == ["shapes line"]
+    assert "mask=(270,)" in found["shapes line"]
+
+
+def test_a_declined_process_fails_with_its_own_reason() -> None:
+    declined = "[kdtree] declined reason=contract missing=x the service runs stock"
+    told = story(declined, routed=0)
+    assert set(failures(told)) == {"installed line", "shapes line", "layer lines", "worst rel", "served by our kernel"}
+    assert demo.first_advice(demo.judge(case(), told)) == f"installed line: the reason is in: {declined}"
+
+
+def test_calls_that_went_to_stock_fail() -> None:
+    assert list(failures(story(INSTALLED, SHAPES, *LAYERS, routed=2))) == ["served by our kernel"]
+
+
+def test_a_process_that_died_fails() -> None:
+    told = story(INSTALLED, SHAPES, *LAYERS)
+    told.status = "-11"
+    assert list(failures(told)) == ["the process ran to its end"]
+
+
+def test_spans() -> None:
+    assert demo.spans([0, 1, 2, 7, 9, 10]) == "L0-L2, L7, L9-L10"
+    assert demo.spans([]) == ""
+
+
+def test_plain_screen_shows_lines_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where rich is not installed."""
+    told = story(INSTALLED, SHAPES, *LAYERS[:2])
+    screen = demo.PlainScreen()
+    screen.show(told, LAYERS[0])
+    screen.close()
+    screen.verdict(told, demo.judge(case(), told))
+    shown = capsys.readouterr().out
+    assert shown.startswith(LAYERS[0])
+    assert "FAIL layer lines: 2 of 3" in shown and "missing: L2" in shown and shown.endswith("FAIL\n")

@@ -1,0 +1,144 @@
+"""SGLang's real Triton backend, patched through `sitecustomize`, against SGLang's own kernel and against float64.
+
+On a CPU the stock kernels run in Triton's interpreter, and ours is the same CUDA source compiled by g++. All of it in
+float16, because in bfloat16 the interpreter's own products are wrong.
+
+Tolerances: both kernels multiply float16 with float32 sums and round the weights and the result to float16, which alone
+leaves 2.3e-4 to float64. Two results that are each that far from the truth are less than 1e-3 apart; every mistake that
+this file knows of puts them 0.1 or more apart.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.lab import Lab, Outcome, Trial
+from tests.support.reference import LATENT, attention, rel
+
+REL_TO_STOCK = 1e-3
+
+BATCHES = [
+    Trial(heads=8, q_len=9, prefixes=[21]),
+    Trial(heads=8, q_len=9, prefixes=[21], mask="none"),
+    Trial(heads=8, q_len=9, prefixes=[0]),
+    Trial(heads=8, q_len=9, prefixes=[40, 1, 17, 0]),
+    Trial(heads=8, q_len=9, prefixes=[3, 55], mask="none"),
+    Trial(heads=8, q_len=17, prefixes=[33, 5]),
+    Trial(heads=3, q_len=1, prefixes=[1, 64, 31], max_context=128),
+    Trial(heads=3, q_len=16, prefixes=[0, 16], mask="none"),
+    Trial(heads=3, q_len=5, prefixes=[129, 2, 63, 64], max_context=256),
+    Trial(heads=1, q_len=17, prefixes=[7]),
+    Trial(heads=1, q_len=2, prefixes=[200], max_context=256),
+]
+
+
+def batch_name(trial: Trial) -> str:
+    return f"h{trial.heads}-q{trial.q_len}-p{'.'.join(map(str, trial.prefixes))}-{trial.mask}"
+
+
+def assert_served(outcome: Outcome, calls: int = 1) -> None:
+    assert outcome.routed == {("kernel", "verify"): calls}
+
+
+def assert_right(outcome: Outcome) -> None:
+    """Ours agrees with stock, and is no further from the truth than stock is (give or take a tenth)."""
+    right = attention(**outcome.arguments)
+    assert rel(outcome.ours, outcome.stock) < REL_TO_STOCK
+    assert rel(outcome.ours, right) <= 1.1 * rel(outcome.stock, right)
+
+
+@pytest.mark.parametrize("trial", BATCHES, ids=batch_name)
+def test_batches(lab: Lab, trial: Trial) -> None:
+    outcome = lab.run(trial)
+    assert_served(outcome)
+    assert outcome.ours.dtype == torch.float16
+    assert_right(outcome)
+
+
+def test_kv_store_happens_once_and_nowhere_else(lab: Lab) -> None:
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[21, 4], poison=False))
+    before, after, drafts = outcome.arguments["kv_pool"], outcome.pool_after, outcome.draft_slots
+    assert outcome.stores == 1
+    assert torch.equal(after[drafts], outcome.arguments["k"])
+    untouched = torch.ones(len(after), dtype=torch.bool)
+    untouched[drafts] = False
+    assert torch.equal(after[untouched], before[untouched])
+
+
+def test_siblings_differ_when_they_see_each_other(lab: Lab) -> None:
+    """Drafts 1 and 2 are children of draft 0. Whether 2 sees 1 must change the row of 2, and that row alone."""
+    apart = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    together = apart.clone()
+    together[2, 1] = True
+    strangers, friends = (lab.run(Trial(heads=8, q_len=3, prefixes=[21], mask=mask)) for mask in (apart, together))
+    for outcome in (strangers, friends):
+        assert_served(outcome)
+        assert_right(outcome)
+    assert torch.equal(strangers.ours[:2], friends.ours[:2])
+    assert rel(strangers.ours[2], friends.ours[2]) > 0.1
+
+
+def test_a_draft_that_sees_nothing_is_zero(lab: Lab) -> None:
+    """With an empty prefix and an empty mask row the stock kernel divides 0 by 0. Ours gives 0; the rest is right."""
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[2] = False
+    outcome = lab.run(Trial(heads=8, q_len=4, prefixes=[0], mask=mask))
+    assert_served(outcome)
+    seeing = [0, 1, 3]
+    assert torch.equal(outcome.ours[2], torch.zeros_like(outcome.ours[2]))
+    assert rel(outcome.ours[seeing], outcome.stock[seeing]) < REL_TO_STOCK
+
+
+# The mistakes that were made before us. Each test also shows that its input tells the mistake from the right result.
+
+
+def test_30_column_mask_with_the_prefix_alone(lab: Lab) -> None:
+    """Attention over `kv_indices` alone misses the drafts: 21 columns instead of 30, no crash, no NaN."""
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[21]))
+    arguments = dict(outcome.arguments)
+    assert arguments["custom_mask"].shape == (270,)
+    visible = arguments["custom_mask"].view(9, 30).clone()
+    visible[:, 21:] = False
+    prefix_alone = attention(**{**arguments, "custom_mask": visible.flatten()})
+    assert rel(outcome.ours, prefix_alone) > 0.1
+    assert_right(outcome)
+
+
+@pytest.mark.parametrize("prefixes", [[21], [3, 21]], ids=str)
+def test_30_column_mask_with_a_stride_of_21(lab: Lab, prefixes: list[int]) -> None:
+    """A mask row is as wide as its own request's prefix and drafts, not as the longest prefix of the batch.
+
+    The mistake shows wherever the cells that it reads differ, so the drafts see nothing but themselves.
+    """
+    q_len, longest = 9, max(prefixes)
+    outcome = lab.run(Trial(heads=8, q_len=q_len, prefixes=prefixes, mask=torch.eye(q_len, dtype=torch.bool)))
+    arguments = dict(outcome.arguments)
+    mask, start, wrong = arguments["custom_mask"], 0, []
+    for prefix in prefixes:
+        columns = prefix + q_len
+        cells = start + longest * torch.arange(q_len)[:, None] + torch.arange(columns)
+        wrong.append(mask[cells.clamp(max=len(mask) - 1)].flatten())
+        start += q_len * columns
+    wrong_stride = attention(**{**arguments, "custom_mask": torch.cat(wrong)})
+    assert rel(outcome.ours, wrong_stride) > 0.1
+    assert_right(outcome)
+
+
+def test_mask_indptr_length_when_the_batch_shrinks_and_grows(lab: Lab) -> None:
+    """`mask_indptr` is a buffer for the largest batch, of which each call uses bs + 1 entries."""
+    for prefixes in ([9, 30, 2, 14], [21], [5, 0, 33], [8, 13]):
+        outcome = lab.run(Trial(heads=8, q_len=9, prefixes=prefixes))
+        assert_served(outcome)
+        assert_right(outcome)
+
+
+def test_v_is_the_first_512_columns(lab: Lab) -> None:
+    """A latent row is [latent 512 | rope 64]. Values taken from its last 512 columns crash nothing."""
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[21]))
+    arguments = dict(outcome.arguments)
+    # The scores stay as they were when q, k and the pool are all turned by 64 columns; the values do not.
+    turned = {name: arguments[name].roll(-64, dims=-1) for name in ("q", "k", "kv_pool")}
+    rope_first = attention(**{**arguments, **turned, "v": turned["k"][..., :LATENT]})
+    assert rel(outcome.ours, rope_first) > 0.1
+    assert_right(outcome)
