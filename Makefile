@@ -4,11 +4,13 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# The release whose CUDA side fits the torch in .venv.
+GPU_SGLANG = $(CURDIR)/.venv/sglang-0.5.23
 SHELL_FILES = .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
 CUDA_FILES = $(shell git ls-files --cached --others --exclude-standard 'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format clean
+.PHONY: help setup demo test test-gpu bench lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,7 +25,10 @@ test: setup ## the whole CPU test suite
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: setup ## times the kernel and SGLang's own (one NVIDIA GPU)
+	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m kdtree_patch bench $(ARGS)
 
 lint: setup ## ruff, mypy, shellcheck, clang-format
 	$(BIN)/ruff check

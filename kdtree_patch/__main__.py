@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kdtree_patch import __version__, compile_command, demo
+from kdtree_patch import __version__, bench, compile_command, demo
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
     )
     parser.add_argument("--version", action="version", version=f"kdtree_patch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, compile_command):
+    for command in (demo, compile_command, bench):
         command.add_parser(commands)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))

@@ -21,8 +21,8 @@ class LiveScreen:
         self._console = Console()
         if not self._console.is_terminal:
             self._console = Console(width=140)
-        self._spinner = Spinner("dots")
-        self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+        self._spinner = Spinner("dots", text=stage(Story(), layers))
+        self._live = Live(self._spinner, console=self._console, refresh_per_second=8, transient=True)
         if self._console.is_terminal:
             self._live.start()
 

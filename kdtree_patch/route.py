@@ -83,6 +83,15 @@ class Ledger:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.disabled: str | None = None  # a reason code, once the kernel is off for the life of the process
         self._said: set[object] = set()
+        self._report_at = 100
+
+    def count_served(self) -> None:
+        """Counts a call that the kernel has served. The 100th, the 1,000th and so on say how things stand."""
+        self.counts["kernel", "verify"] += 1
+        if self.counts["kernel", "verify"] == self._report_at:
+            self._report_at *= 10
+            declined = {reason: calls for (route, reason), calls in self.counts.items() if route == "stock"}
+            log.get_logger().info("calls %s", log.fields({"served": self.counts["kernel", "verify"], **declined}))
 
     def first(self, what: object) -> bool:
         """True the first time it is asked about `what`."""
@@ -203,7 +212,7 @@ class VerifyRouter:
         if self._steps is not None and self._validates(layer.layer_id):
             return self._serve_validated(call, args, kwargs, layer.layer_id)
         if not self._shadow and self._launch(call, call["o_extend"]):
-            self.ledger.counts["kernel", "verify"] += 1
+            self.ledger.count_served()
             return None
         # In shadow mode, or because the launch has just failed: the stock kernel writes all of the output.
         self.ledger.counts["stock", self.ledger.disabled or "shadow"] += 1
@@ -251,7 +260,7 @@ class VerifyRouter:
         self._harmlessly(lambda: self._check_v(call, layer_id))
         ours = not self._shadow and self.ledger.disabled is None and self._launch(call, served)
         if ours:
-            self.ledger.counts["kernel", "verify"] += 1
+            self.ledger.count_served()
         else:
             self.ledger.counts["stock", self.ledger.disabled or "shadow"] += 1
             result = self.stock(*args, **kwargs)
