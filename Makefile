@@ -6,8 +6,10 @@ ARGS ?=
 BIN := .venv/bin
 # The release whose CUDA side fits the torch in .venv.
 GPU_SGLANG = $(CURDIR)/.venv/sglang-0.5.23
-SHELL_FILES = .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
-CUDA_FILES = $(shell git ls-files --cached --others --exclude-standard 'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
+# What git knows or would take: not what it ignores.
+SOURCES = $(shell git ls-files --cached --others --exclude-standard $(1))
+SHELL_FILES = .ci/run $(call SOURCES,'*.sh')
+CUDA_FILES = $(call SOURCES,'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu bench lint format clean
