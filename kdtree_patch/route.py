@@ -83,10 +83,10 @@ class Ledger:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.disabled: str | None = None  # a reason code, once the kernel is off for the life of the process
         self._said: set[object] = set()
-        self._report_at = 100
+        self._report_at = 10
 
     def count_served(self) -> None:
-        """Counts a call that the kernel has served. The 100th, the 1,000th and so on say how things stand."""
+        """Counts a call that the kernel has served. The 10th, the 100th and so on say how things stand."""
         self.counts["kernel", "verify"] += 1
         if self.counts["kernel", "verify"] == self._report_at:
             self._report_at *= 10

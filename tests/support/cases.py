@@ -4,11 +4,13 @@ nothing of SGLang.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kdtree_patch.demo_backend import tree
 from kdtree_patch.kernel import VerifyKernel, host_launcher
 
 from .reference import attention
@@ -64,19 +66,6 @@ def host_kernel(library: Path, seed: int = 0, workers: int = 5) -> VerifyKernel:
     return poisoned(VerifyKernel(torch.device("cpu"), host_launcher(library, seed), workers, "host"))
 
 
-def tree_visibility(q_len: int, generator: torch.Generator) -> torch.Tensor:
-    """(q_len, q_len) bool: each draft sees itself and its ancestors in a random tree whose root is draft 0; parents
-    come first.
-    """
-    visible = torch.zeros(q_len, q_len, dtype=torch.bool)
-    for i in range(q_len):
-        if i:
-            parent = int(torch.randint(max(0, i - 4), i, (1,), generator=generator))
-            visible[i] = visible[parent]
-        visible[i, i] = True
-    return visible
-
-
 def make_case(
     prefixes: list[int],
     q_len: int,
@@ -102,7 +91,7 @@ def make_case(
     stale entries to the mask and to kv_indices, as the persistent buffers under CUDA graphs have. Strides are as SGLang
     passes them: contiguous.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     bs = len(prefixes)
     total = sum(prefixes)
     tokens = bs * q_len
@@ -116,7 +105,7 @@ def make_case(
 
     rows = []
     for b in range(bs):
-        seen = tree_visibility(q_len, generator)
+        seen = tree(q_len, rng)
         if mask == "zero_row" and q_len > 1:
             seen[1] = False
         rows.append(torch.cat([torch.ones(q_len, prefixes[b], dtype=torch.bool), seen], 1).flatten())
