@@ -128,7 +128,7 @@ constexpr int kStages = 2;                 // tiles in shared memory: one in use
 constexpr int kTileBytes = kTileKeys * kRowBytes;
 constexpr int kKSteps = kHeadDim / 16 / 4;  // 16-column steps of the score product that each of four warps takes
 constexpr int kDimTiles = 4;                // 16-column tiles of the output that each of eight warps holds
-constexpr float kNothingSeen = -1e30f;      // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
+constexpr float kNothingSeen = -3e38f;      // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
 
 // -------------------------------------------------------------------------------------------------------------------------- parameters
 
@@ -184,93 +184,113 @@ __device__ __forceinline__ Request load_request(const VerifyParams& p, int b) {
 //
 // The line: request 0's row block 0 with its tiles, then row block 1, ..., then request 1's. Worker c of W takes tiles [T*c/W, T*(c+1)/W)
 // of the T tiles. W is the number of blocks, but never more than T: then no stretch is empty and the workers of a cut item are consecutive.
-// If all requests are alike and there are fewer items than workers, W is rounded down to a multiple of the items: then every stretch lies
-// inside one item, and the row blocks of one request read the same keys at the same time, the second from L2.
+// If all requests on the line are alike and there are fewer items than workers, W is rounded down to a multiple of the items: then every
+// stretch lies inside one item, and the row blocks of one request read the same keys at the same time, the second from L2.
+//
+// A request whose prefix is shorter than a tile is not on the line: its items are dealt out whole. Graph runners pad a batch with requests
+// of prefix 1, and those must not move the cuts of the others: a request's result has the same bits with and without padding.
 
 struct Item {
   int request, row_block;
   int tiles;        // tiles of the whole item
-  long long first;  // where the item starts on the line
+  long long first;  // where the item starts on the line; 0 for a short one
 };
 
 struct Schedule {
   long long tiles;  // T
   int workers;      // W
+  int short_items;
   __device__ __forceinline__ long long stretch_start(int worker) const { return tiles * worker / workers; }
   // The worker whose stretch holds a tile: the largest c with T*c/W <= tile.
   __device__ __forceinline__ int owner(long long tile) const { return (int)(((tile + 1) * workers + tiles - 1) / tiles) - 1; }
 };
 
-// Tiles and row blocks of request b; 0 of both beyond the batch or without draft tokens.
-__device__ __forceinline__ void count_tiles(const VerifyParams& p, int b, int& tiles, int& blocks) {
-  tiles = blocks = 0;
-  if (b >= p.bs) return;
+// Tiles and row blocks of a request; no row blocks beyond the batch or without draft tokens.
+struct RequestSize {
+  int tiles, blocks;
+  bool is_short;
+  // What the request adds to the line (tiles) or to the short items.
+  __device__ __forceinline__ int units(bool of_short) const { return is_short != of_short ? 0 : of_short ? blocks : tiles * blocks; }
+};
+
+__device__ __forceinline__ RequestSize size_request(const VerifyParams& p, int b) {
+  RequestSize size{0, 0, false};
+  if (b >= p.bs) return size;
   const Request r = load_request(p, b);
-  if (r.q_len <= 0) return;
-  tiles = (r.columns() + kTileKeys - 1) / kTileKeys;
-  blocks = min((r.q_len * p.heads + p.rows_per_block - 1) / p.rows_per_block, p.row_blocks);
+  if (r.q_len <= 0) return size;
+  size.tiles = (r.columns() + kTileKeys - 1) / kTileKeys;
+  size.blocks = min((r.q_len * p.heads + p.rows_per_block - 1) / p.rows_per_block, p.row_blocks);
+  size.is_short = r.prefix < kTileKeys;
+  return size;
 }
 
-__device__ __forceinline__ long long warp_sum(long long x) {
+template <class Combine>
+__device__ __forceinline__ int warp_reduce(int x, Combine combine) {
 #pragma unroll
-  for (int offset = 16; offset; offset >>= 1) {
-    // A 64-bit shuffle is two 32-bit ones; the halves are summed as one number.
-    const int lo = __shfl_xor_sync(~0u, (int)(x & 0xffffffffll), offset), hi = __shfl_xor_sync(~0u, (int)(x >> 32), offset);
-    x += ((long long)hi << 32) | (unsigned)lo;
-  }
+  for (int offset = 16; offset; offset >>= 1) x = combine(x, __shfl_xor_sync(~0u, x, offset));
   return x;
 }
 
-// One warp, all lanes: counts the line.
+// One warp, all lanes: counts the line and the short items.
 __device__ Schedule make_schedule(const VerifyParams& p) {
-  const int lane = threadIdx.x & 31;
-  int tiles0, blocks0;
-  count_tiles(p, 0, tiles0, blocks0);
+  auto plus = [](int a, int b) { return a + b; };
+  auto larger = [](int a, int b) { return max(a, b); };
   long long total = 0;
-  bool alike = true;
-  for (int b = lane; b < p.bs; b += 32) {
-    int tiles, blocks;
-    count_tiles(p, b, tiles, blocks);
-    total += (long long)tiles * blocks;
-    alike = alike && tiles == tiles0 && blocks == blocks0;
+  int on_line = 0, most_tiles = 0, most_blocks = 0, short_items = 0;
+  for (int b = threadIdx.x & 31; b < p.bs; b += 32) {
+    const RequestSize size = size_request(p, b);
+    total += size.units(false);
+    short_items += size.units(true);
+    if (size.is_short) continue;
+    on_line += 1;
+    most_tiles = max(most_tiles, size.tiles);
+    most_blocks = max(most_blocks, size.blocks);
   }
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) {
+    // A 64-bit shuffle is two 32-bit ones; the halves are summed as one number.
+    const int lo = __shfl_xor_sync(~0u, (int)(total & 0xffffffffll), offset), hi = __shfl_xor_sync(~0u, (int)(total >> 32), offset);
+    total += ((long long)hi << 32) | (unsigned)lo;
+  }
+  const int items = warp_reduce(on_line, plus) * (most_blocks = warp_reduce(most_blocks, larger));
+  most_tiles = warp_reduce(most_tiles, larger);
   Schedule s;
-  s.tiles = warp_sum(total);
-  s.workers = (int)min((long long)p.workers, s.tiles);
-  const int items = p.bs * blocks0;
-  if (__all_sync(~0u, alike) && items > 0 && items <= s.workers) s.workers = s.workers / items * items;
+  s.tiles = total;
+  s.workers = (int)max(1ll, min((long long)p.workers, total));
+  s.short_items = warp_reduce(short_items, plus);
+  const bool alike = total == (long long)items * most_tiles;
+  if (alike && items > 0 && items <= s.workers) s.workers = s.workers / items * items;
   return s;
 }
 
-// One warp, all lanes: the item that holds a tile of the line. The tile must be on the line.
-__device__ Item find_item(const VerifyParams& p, long long tile) {
+// One warp, all lanes: the item that holds a tile of the line, or the short item of that number. It must exist.
+__device__ Item find_item(const VerifyParams& p, long long position, bool of_short) {
   const int lane = threadIdx.x & 31;
-  long long before = 0;  // tiles of the requests already passed
+  long long before = 0;  // units of the requests already passed
   for (int b0 = 0; b0 < p.bs; b0 += 32) {
-    int tiles, blocks;
-    count_tiles(p, b0 + lane, tiles, blocks);
+    const RequestSize size = size_request(p, b0 + lane);
+    const int units = size.units(of_short);
     // Inclusive prefix sum over the 32 requests; 32 bits hold it relative to `before` for any batch that fits a GPU's memory.
-    int sum = tiles * blocks;
+    int sum = units;
 #pragma unroll
     for (int offset = 1; offset < 32; offset <<= 1) {
       const int below = __shfl_up_sync(~0u, sum, offset);
       if (lane >= offset) sum += below;
     }
-    const long long start = before + sum - tiles * blocks;
-    const unsigned hit = __ballot_sync(~0u, tile >= start && tile < before + sum);
+    const unsigned hit = __ballot_sync(~0u, position >= before + sum - units && position < before + sum);
     if (hit) {
       const int source = __ffs((int)hit) - 1;
       Item item;
       item.request = b0 + source;
-      item.tiles = __shfl_sync(~0u, tiles, source);
-      const long long request_start = before + __shfl_sync(~0u, sum - tiles * blocks, source);
-      item.row_block = (int)((tile - request_start) / item.tiles);
-      item.first = request_start + (long long)item.row_block * item.tiles;
+      item.tiles = __shfl_sync(~0u, size.tiles, source);
+      const long long request_start = before + __shfl_sync(~0u, sum - units, source);
+      item.row_block = (int)(of_short ? position - request_start : (position - request_start) / item.tiles);
+      item.first = of_short ? 0 : request_start + (long long)item.row_block * item.tiles;
       return item;
     }
     before += __shfl_sync(~0u, sum, 31);
   }
-  return Item{0, 0, 1, tile};
+  return Item{0, 0, 1, position};
 }
 
 // ------------------------------------------------------------------------------------------------------------------- geometry of a block
@@ -644,22 +664,25 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   }
   __syncthreads();
   const Schedule schedule = s_broadcast->schedule;
-  int4* const cut_rows = p.cut_items;
   const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
-  if (rows_by_worker && threadIdx.x == 0) cut_rows[worker] = make_int4(0, 0, -1, 0);
-  if (worker >= schedule.workers) return;
+  if (rows_by_worker && threadIdx.x == 0) p.cut_items[worker] = make_int4(0, 0, -1, 0);
 
-  long long position = schedule.stretch_start(worker);
-  const long long end = schedule.stretch_start(worker + 1);
-  while (position < end) {
+  // Short items first, from the last worker backwards, because the line may leave the last workers without a stretch; then the stretch.
+  int next_short = p.workers - 1 - worker;
+  const bool has_stretch = worker < schedule.workers;
+  long long position = has_stretch ? schedule.stretch_start(worker) : 0;
+  const long long end = has_stretch ? schedule.stretch_start(worker + 1) : 0;
+  while (true) {
+    const bool is_short = next_short < schedule.short_items;
+    if (!is_short && position >= end) break;
     if (block.warp == 0) {
-      const Item found = find_item(p, position);
+      const Item found = find_item(p, is_short ? next_short : position, is_short);
       if (block.lane == 0) s_broadcast->item = found;
     }
     __syncthreads();  // the item is known; nobody is left in the attend of the last one, which ends with barriers
     const Item item = s_broadcast->item;
-    const int first = (int)(position - item.first);
-    const int last = (int)min((long long)item.tiles, end - item.first);
+    const int first = is_short ? 0 : (int)(position - item.first);
+    const int last = is_short ? item.tiles : (int)min((long long)item.tiles, end - item.first);
 
     block.attend(item, first, last);
     block.publish_rows();
@@ -670,11 +693,16 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
       block.write_partial(partial_slot(worker, first == 0));
     }
     if (first == 0 && threadIdx.x == 0) {
+      // The last item that a worker starts is the one that may be cut, so what is said last is what counts.
       const int number = item.request * p.row_blocks + item.row_block;
       const int last_worker = whole ? worker : schedule.owner(item.first + item.tiles - 1);
-      cut_rows[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
+      p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
     }
-    position = item.first + last;
+    if (is_short) {
+      next_short += p.workers;
+    } else {
+      position = item.first + last;
+    }
   }
 }
 

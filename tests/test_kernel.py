@@ -16,7 +16,7 @@ import torch
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary
 from kdtree_patch.kernel import PARAMS, host_launcher
-from tests.support.cases import LIMIT, host_kernel, make_case, reference
+from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
 
@@ -85,16 +85,68 @@ def test_a_row_that_sees_nothing_is_zero(library) -> None:
 
 
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
-def test_extreme_scores_stay_finite(library, magnitude) -> None:
-    """Scores of +-1e4: all rows finite, and as float64 has them."""
+def test_extreme_scores(library, magnitude) -> None:
+    """Scores of +-1e4, and small differences between them. A softmax that flat has more rounding of P: 0.0025."""
     case = make_case([70], 2, 8, dtype=torch.bfloat16)
     case.q[...] = 1.0
-    case.kv_pool[..., :512] *= 0.01
-    case.kv_pool[..., 512:] = magnitude / (64 * case.scale) + case.kv_pool[..., 512:] * 0
-    case.k_extend[..., :512] *= 0.01
-    case.k_extend[..., 512:] = magnitude / (64 * case.scale)
-    case.launch(host_kernel(library))
-    assert torch.isfinite(case.out).all()
+    for keys in (case.kv_pool[case.kv_indices], case.k_extend):
+        keys[..., :512] *= 0.01
+        keys[..., 512:] = magnitude / (64 * case.scale)
+        if keys is not case.k_extend:
+            case.kv_pool[case.kv_indices] = keys
+    assert rel(case.launch(host_kernel(library)), reference(case)) < 0.0025
+
+
+def test_scores_that_overflow_give_zero_whole_or_cut(library) -> None:
+    """All scores -inf in float32: there is nothing to weigh, with one worker (no cut) as with six (cut and merged)."""
+    for workers in (1, 6):
+        case = make_case([200], 2, 8, dtype=torch.bfloat16)
+        case.q[...] = 1e19
+        case.kv_pool[case.kv_indices] = -1e19
+        case.k_extend[...] = -1e19
+        assert torch.count_nonzero(case.launch(host_kernel(library, workers=workers))) == 0
+
+
+@pytest.mark.parametrize("workers", [3, 5, 132])
+@pytest.mark.parametrize(
+    "prefixes, q_len, heads", [([64], 1, 1), ([100, 30, 64], 9, 8), ([64, 64, 64], 3, 8), ([1500, 5, 900], 9, 8)]
+)
+def test_graph_padding_rows_change_no_bit(library, prefixes, q_len, heads, workers) -> None:
+    """A graph for a larger batch is padded with requests of prefix 1; the live rows must not notice."""
+    kernel = host_kernel(library, workers=workers)
+    case = make_case(prefixes, q_len, heads)
+    expected = case.launch(kernel)
+    for requests in (1, 5, 40):
+        out = padded(case, requests).launch(kernel)
+        assert torch.equal(out[: len(expected)], expected), f"{requests} requests of padding"
+        assert torch.isfinite(out).all()
+
+
+def test_slots_beyond_32_bits_of_elements(library) -> None:
+    case = in_high_slots(make_case([64], 9, 8))
+    assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+
+
+def test_one_kernel_for_calls_of_all_shapes(library) -> None:
+    """The workspace that a call finds is what other calls left in it."""
+    kernel, rnd = host_kernel(library), random.Random(3)
+    for seed in range(40):
+        prefixes = [rnd.choice([0, 10, 33, 200, 400]) for _ in range(rnd.randint(1, 9))]
+        case = make_case(prefixes, rnd.choice([1, 2, 5]), rnd.choice([1, 3, 8, 16]), seed=seed)
+        assert rel(case.launch(kernel), reference(case)) < LIMIT[torch.float16], (seed, prefixes)
+
+
+def test_requests_with_different_numbers_of_draft_tokens(library) -> None:
+    """The router asks for one q_len; the kernel does not: a short request has fewer row blocks than q_len gives."""
+    case = make_case([70, 40, 3, 90], 9, 8, mask="none")
+    lengths = torch.tensor([9, 1, 0, 4])
+    tokens = int(lengths.sum())
+    case.qo_indptr = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
+    case.q, case.k_extend, case.out = case.q[:tokens], case.k_extend[:tokens], case.out[:tokens]
+    for workers in (2, 5, 30):
+        case.out.fill_(float("nan"))
+        case.launch(host_kernel(library, workers=workers))
+        assert rel(case.out, reference(case)) < LIMIT[torch.float16], f"{workers} workers"
 
 
 def test_siblings_see_their_parent_and_not_each_other(library) -> None:

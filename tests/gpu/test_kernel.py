@@ -10,7 +10,7 @@ import triton.testing
 
 from kdtree_patch.kernel import VerifyKernel
 from tests.gpu.stock import run_stock
-from tests.support.cases import LIMIT, make_case, reference
+from tests.support.cases import LIMIT, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -103,15 +103,16 @@ def test_same_input_same_bits(kernel: VerifyKernel) -> None:
 
 
 def test_slots_beyond_32_bits_of_elements(kernel: VerifyKernel) -> None:
-    """Slot 3,728,271 * 576 elements is the last that fits 31 bits; the prefix here lies above it."""
-    slots = 3_728_400
-    case = make_case([64], 9, 8, dtype=BF16, device="cuda")
-    pool = torch.empty(slots, 1, 576, dtype=BF16, device="cuda")
-    high = torch.randperm(120, device="cuda")[:64] + 3_728_275
-    pool[high] = case.kv_pool[case.kv_indices]
-    expected = reference(case)
-    case.kv_pool, case.kv_indices = pool, high
-    assert rel(case.launch(kernel), expected) < LIMIT[BF16]
+    case = in_high_slots(make_case([64], 9, 8, dtype=BF16, device="cuda"))
+    assert rel(case.launch(kernel), reference(case)) < LIMIT[BF16]
+
+
+@pytest.mark.parametrize("prefixes", [[1500] * 3, [4000, 5, 9], [21]], ids=str)
+def test_graph_padding_rows_change_no_bit(kernel: VerifyKernel, prefixes) -> None:
+    case = make_case(prefixes, 9, 8, dtype=BF16, device="cuda")
+    expected = case.launch(kernel)
+    for requests in (1, 5, 40):
+        assert torch.equal(padded(case, requests).launch(kernel)[: len(expected)], expected)
 
 
 def test_replay_gives_the_bits_of_the_eager_call(kernel: VerifyKernel) -> None:

@@ -5,7 +5,7 @@ nothing of SGLang.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,9 +55,10 @@ class Case:
 
 
 def poisoned(kernel: VerifyKernel) -> VerifyKernel:
-    """The kernel with a workspace full of NaN, so that a partial result that nobody wrote shows."""
+    """The kernel with a workspace full of NaN and of cuts that are not there, so that what nobody wrote shows."""
     kernel.partial_out.fill_(0xFF)
     kernel.partial_stats.fill_(float("nan"))
+    kernel.cut_items.copy_(torch.tensor([0, 0, 1, 0], dtype=torch.int32).repeat(kernel.workers))
     return kernel
 
 
@@ -135,6 +136,52 @@ def make_case(
         q_len=q_len,
         scale=scale,
     )
+
+
+def padded(case: Case, requests: int) -> Case:
+    """The case as a graph runner pads it: more requests, of prefix 1 in slot 0, with a mask that is all ones."""
+    q_len, device = case.q_len, case.q.device
+    extra = requests * q_len
+    steps = torch.arange(1, requests + 1, device=device)
+
+    def longer(tensor: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, more.to(tensor.dtype).to(device)])
+
+    def continued(offsets: torch.Tensor, step: int) -> torch.Tensor:
+        return longer(offsets, offsets[-1] + steps * step)
+
+    tokens = case.out.shape[0] + extra
+    pool = case.kv_pool.clone()
+    pool[0] = 0.5
+    # The stale ends of kv_indices and of the mask come after the live part, and so does the padding.
+    live_indices = case.kv_indices[: int(case.kv_indptr[-1])]
+    mask, mask_indptr = case.custom_mask, case.mask_indptr
+    if mask is not None and mask_indptr is not None:
+        mask = longer(mask[: int(mask_indptr[-1])], torch.ones(extra * (1 + q_len)))
+        mask_indptr = continued(mask_indptr, q_len * (1 + q_len))
+    return replace(
+        case,
+        q=longer(case.q, torch.ones(extra, *case.q.shape[1:])),
+        k_extend=longer(case.k_extend, torch.ones(extra, 1, HEAD_DIM)),
+        out=torch.full((tokens, *case.out.shape[1:]), float("nan"), dtype=case.out.dtype, device=device),
+        kv_pool=pool,
+        qo_indptr=continued(case.qo_indptr, q_len),
+        kv_indptr=continued(case.kv_indptr, 1),
+        kv_indices=longer(live_indices, torch.zeros(requests)),
+        custom_mask=mask,
+        mask_indptr=mask_indptr,
+    )
+
+
+def in_high_slots(case: Case) -> Case:
+    """The same prefixes in slots whose element offsets do not fit 31 bits, the first of which is 3,728,271.
+
+    The pool is 4.3 GB of address space, of which only those rows are ever touched.
+    """
+    slots = 3_728_280 + torch.arange(len(case.kv_indices), device=case.q.device)
+    pool = torch.empty(int(slots[-1]) + 1, 1, HEAD_DIM, dtype=case.kv_pool.dtype, device=case.q.device)
+    pool[slots] = case.kv_pool[case.kv_indices]
+    return replace(case, kv_pool=pool, kv_indices=slots.to(case.kv_indices.dtype))
 
 
 def reference(case: Case) -> torch.Tensor:

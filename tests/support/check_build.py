@@ -1,45 +1,58 @@
-"""python -m tests.support.check_build LIBRARY: runs a CPU build of the kernel on a few small batches; one line for each
-thing that is wrong.
-"""
+"""python -m tests.support.check_build LIBRARY: runs a CPU build of the kernel on small batches; one line a fault."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kdtree_patch.kernel import KernelFault
-from tests.support.cases import LIMIT, host_kernel, make_case, reference
+from tests.support.cases import LIMIT, Case, host_kernel, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
-BATCHES: list[dict[str, Any]] = [
-    dict(prefixes=[21], q_len=9, heads=8),
-    dict(prefixes=[70, 0, 40], q_len=5, heads=8),
-    dict(prefixes=[0, 66], q_len=9, heads=2, mask="zero_row"),
-    dict(prefixes=[33, 12], q_len=4, heads=8, mask="none"),
-]
 
-
-def problems(library: Path) -> list[str]:
-    """Every batch twice, each time in another order of execution and with another number of workers."""
-    found = []
-    for order, batch in enumerate(BATCHES * 2):
-        case = make_case(**batch, seed=order, slack=20)
+def batches(seed: int) -> Iterator[tuple[str, Case]]:
+    """Small batches that between them use every part of the kernel, and a name for each."""
+    for name, case in (
+        ("reference", make_case([21], 9, 8, seed=seed, slack=20)),
+        ("mixed", make_case([70, 0, 40], 5, 8, seed=seed, slack=20)),
+        ("a row that sees nothing", make_case([0, 66], 9, 2, mask="zero_row", seed=seed, slack=20)),
+        ("chain", make_case([33, 12], 4, 8, mask="none", seed=seed, slack=20)),
+        ("cut", make_case([300], 9, 8, seed=seed)),
+        ("more than 32 requests", make_case([3, 40] * 20, 1, 1, seed=seed)),
+        ("more items than workers", make_case([33, 5, 0, 100] * 6, 1, 1, seed=seed)),
+        ("workers that start no item", make_case([900, *[40] * 11], 1, 1, seed=seed)),
+    ):
         # Scores that rise with the column raise the running maxima more than once.
         for start, end in itertools.pairwise(case.kv_indptr.tolist()):
             case.kv_pool[case.kv_indices[start:end]] *= torch.linspace(0.5, 1.5, end - start).half()[:, None, None]
-        kernel = host_kernel(library, order, 3 + order)
-        try:
-            case.launch(kernel)
-        except KernelFault as fault:
-            found.append(str(fault))
-            continue
-        error = rel(case.out, reference(case))
-        if not error < LIMIT[torch.float16]:
-            found.append(f"{batch}: rel {error}")
+        yield name, case
+    yield "high slots", in_high_slots(make_case([40], 3, 2, seed=seed))
+    negative = make_case([70, 9], 4, 8, seed=seed)
+    negative.q.abs_()
+    negative.kv_pool.abs_().neg_()
+    negative.k_extend.abs_().neg_()
+    yield "scores that are all negative", negative
+
+
+def problems(library: Path) -> list[str]:
+    """What is wrong: in two orders of execution, one kernel object for all batches, so that old workspace is there."""
+    found = []
+    for order in (0, 5):
+        kernel = host_kernel(library, order, 5 + order)
+        for name, case in batches(order):
+            try:
+                error = rel(case.launch(kernel), reference(case))
+                if not error < LIMIT[torch.float16]:
+                    found.append(f"{name}: rel {error}")
+                live = case.out.shape[0]
+                if not torch.equal(padded(case, 2).launch(kernel)[:live], case.out):
+                    found.append(f"{name}: two requests of padding change the result")
+            except KernelFault as fault:
+                found.append(f"{name}: {fault}")
     return found
 
 
