@@ -1,7 +1,8 @@
 # Each target sets up what it needs first; everything that is set up lives in .venv.
 #   make demo ARGS="--q-len 17"      make test ARGS="-k siblings -x"      make PYTHON=python3.12 test
 
-PYTHON ?= python3
+# The interpreter for a new .venv; tools/setup.sh takes python3 where none is named.
+PYTHON ?=
 ARGS ?=
 BIN := .venv/bin
 # The release whose CUDA side fits the torch in .venv.

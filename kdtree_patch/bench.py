@@ -14,13 +14,14 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kdtree_patch import __version__
+from kdtree_patch.arguments import output_file
 from kdtree_patch.tiles import HEAD_DIM, LATENT
+
+if TYPE_CHECKING:
+    import torch
 
 SCALE = 0.14468
 # (bs, q_len, heads a rank, prefix)
@@ -48,11 +49,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "SGLang's in one run, each checked against float64. Needs an NVIDIA GPU, and SGLang where Python finds it. "
         "Exit status: 0 good, 1 a result was wrong, 2 wrong usage or no GPU.",
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="also write the figures to this file")
+    parser.add_argument("--json", type=output_file, metavar="F", help="also write the figures to this file")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import torch
+
     if not torch.cuda.is_available():
         print("bench: torch sees no NVIDIA GPU here, and there is nothing to time without one", file=sys.stderr)
         return 2
@@ -101,6 +104,7 @@ def stock_kernel() -> Callable[..., Any] | None:
 
 def measure_ceilings() -> dict[str, float]:
     """What this GPU does on the two things the kernel is made of: TB/s of a copy (read and written), bf16 TFLOP/s."""
+    import torch
     from triton.testing import do_bench
 
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
@@ -113,6 +117,8 @@ def measure_ceilings() -> dict[str, float]:
 
 def inputs(bs: int, q_len: int, heads: int, prefix: int) -> dict[str, torch.Tensor]:
     """N(0, 1) inputs of one verify call, by the names of `VerifyKernel.launch`: scattered slots, random trees."""
+    import torch
+
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -140,6 +146,7 @@ def measure(
     shape: tuple[int, int, int, int], kernel: Any, stock: Callable[..., Any] | None, ceilings: dict[str, float]
 ) -> dict[str, Any]:
     """One row of the result, as the benchmark's JSON has it."""
+    import torch
     from triton.testing import do_bench
 
     bs, q_len, heads, prefix = shape
@@ -196,6 +203,8 @@ def bind_stock(
 
 def error_of_first_request(call: dict[str, torch.Tensor], q_len: int, prefix: int) -> float:
     """rel of the first request's output to float64."""
+    import torch
+
     keys = torch.cat([call["kv_pool"][call["kv_indices"][:prefix]], call["k_extend"][:q_len]]).squeeze(1).double()
     visible = call["custom_mask"][: q_len * (prefix + q_len)].view(q_len, 1, prefix + q_len)
     scores = torch.einsum("qhd,kd->qhk", call["q"][:q_len].double(), keys) * SCALE
@@ -205,6 +214,7 @@ def error_of_first_request(call: dict[str, torch.Tensor], q_len: int, prefix: in
 
 def about() -> dict[str, Any]:
     import cupy
+    import torch
     import triton
 
     return dict(

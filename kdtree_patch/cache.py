@@ -39,7 +39,7 @@ _POLL = 0.05
 _KEEP_FILES = 8
 _KEEP_SECONDS = 30 * 86400.0
 _TOUCH_SECONDS = 86400.0
-# A temporary file this old was left by a process that was killed while it wrote.
+# Something temporary this old was left by a process that was killed while it compiled or wrote.
 _STALE_SECONDS = 3600.0
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -227,11 +227,16 @@ class PrivateDirectory:
         kept: list[tuple[float, str]] = []
         for name in os.listdir(self._fd):
             with contextlib.suppress(OSError):
-                modified = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
-                if name.startswith(f".{family}-") and name.endswith(".tmp") and modified < now - _STALE_SECONDS:
-                    os.unlink(name, dir_fd=self._fd)
+                info = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                if name.startswith(f".{family}-") and name.endswith(".tmp"):
+                    if info.st_mtime >= now - _STALE_SECONDS:
+                        continue
+                    if stat.S_ISDIR(info.st_mode):
+                        shutil.rmtree(self.path / name, ignore_errors=True)
+                    else:
+                        os.unlink(name, dir_fd=self._fd)
                 elif ours.fullmatch(name):
-                    kept.append((modified, name))
+                    kept.append((info.st_mtime, name))
         for modified, name in sorted(kept, reverse=True)[_KEEP_FILES:]:
             if modified < now - _KEEP_SECONDS:
                 with contextlib.suppress(OSError):
@@ -331,9 +336,9 @@ def first_usable(wanted: Path | None, use: Callable[[PrivateDirectory], Path]) -
 # ------------------------------------------------------------------------------------------------------------ interface
 
 
-def fetch(family: str, suffix: str, key: str, make: Callable[[], bytes], wanted: Path | None) -> Entry:
+def fetch(family: str, suffix: str, key: str, make: Callable[[Path], bytes], wanted: Path | None) -> Entry:
     """The file `<family>-<key, 16 digits><suffix>`; `make` is called if it is missing or not whole, in one process at
-    a time.
+    a time. It is given the directory, where `.<family>-*.tmp` is its own: what a kill leaves of it is removed later.
 
     Raises CacheUnusable if no directory will do, and what `make` raises (which must not be an OSError).
     """
@@ -345,7 +350,7 @@ def fetch(family: str, suffix: str, key: str, make: Callable[[], bytes], wanted:
             with private.lock(f"{family}.lock"):
                 # Another process may have made it while we waited.
                 if private.read(name, key, warn=False) is None:
-                    made[:] = made or [make()]
+                    made[:] = made or [make(private.path)]
                     private.store(name, key, made[0])
                     private.prune(family, suffix)
         return private.path / name

@@ -361,9 +361,11 @@ def _gxx_command() -> list[str]:
     return [program, *command[1:]]
 
 
-def _run_gxx(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run_gxx(command: list[str], scratch: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in _GXX_UNWANTED}
     environment["LC_ALL"] = "C"
+    if scratch is not None:
+        environment["TMPDIR"] = scratch
     try:
         return subprocess.run(
             command,
@@ -386,11 +388,12 @@ def sanitizer_runtime() -> str:
     return _run_gxx([*_gxx_command(), "-print-file-name=libasan.so"]).stdout.strip()
 
 
-def _build_library(command: list[str], target: str, kernels: Path) -> bytes:
+def _build_library(command: list[str], target: str, kernels: Path, directory: Path) -> bytes:
+    """Works in a folder inside the cache's directory, g++ too, so that what a kill leaves behind is removed with it."""
     try:
-        with tempfile.TemporaryDirectory(prefix="kdtree_patch-") as directory:
-            output = os.path.join(directory, "library.so")
-            done = _run_gxx([*command, "-o", output, str(kernels / "host" / "launch.cpp")])
+        with tempfile.TemporaryDirectory(prefix=f".{_family(target)}-", suffix=".tmp", dir=directory) as scratch:
+            output = os.path.join(scratch, "library.so")
+            done = _run_gxx([*command, "-o", output, str(kernels / "host" / "launch.cpp")], scratch)
             if done.returncode != 0:
                 raise CompileError("compile_failed", f"{command[0]} for {target}: {_first_lines(done.stdout)}")
             return Path(output).read_bytes()
@@ -409,7 +412,7 @@ class _Plan:
     key: str
     suffix: str
     compiler: str
-    make: Callable[[], bytes]
+    make: Callable[[Path], bytes]  # of a directory to work in
 
 
 def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
@@ -418,15 +421,17 @@ def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
         nvrtc = _load_nvrtc(cache_dir)
         compiler = _check_nvrtc(nvrtc, target)
         key = _digest([_version(), target, compiler, *nvrtc_options(target), source])
-        return _Plan(target, key, ".cubin", compiler, lambda: _run_nvrtc(nvrtc, compiler, target, source).cubin)
+        return _Plan(target, key, ".cubin", compiler, lambda _: _run_nvrtc(nvrtc, compiler, target, source).cubin)
     if target in HOST_FLAGS:
-        command = [*_gxx_command(), *HOST_FLAGS[target], *_GXX_COMMON]
-        compiler = _run_gxx([*command, "-v"]).stdout
+        gxx = _gxx_command()
+        # Under -v with our options g++ would link an a.out, and print a temporary name that is another one every time.
+        compiler = _run_gxx([*gxx, "--version"]).stdout
+        command = [*gxx, *HOST_FLAGS[target], *_GXX_COMMON]
         sources = _host_sources(kernels)
         key = _digest([_version(), target, compiler, *command, *sources])
 
-        def make() -> bytes:
-            library = _build_library(command, target, kernels)
+        def make(directory: Path) -> bytes:
+            library = _build_library(command, target, kernels, directory)
             if _host_sources(kernels) != sources:
                 raise CompileError("compile_failed", f"{kernels} has changed while it was being compiled")
             return library
@@ -438,7 +443,7 @@ def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
 def keep(result: CompileResult, cache_dir: Path | None = None, kernels: Path = KERNELS) -> Path:
     """Puts what `compile_cubin` returned into the cache, where services will find it."""
     plan = _plan(result.target, kernels, cache_dir)
-    return _settled(_fetch(replace(plan, make=lambda: result.cubin), cache_dir))
+    return _settled(_fetch(replace(plan, make=lambda _: result.cubin), cache_dir))
 
 
 def cached_binary(target: str, cache_dir: Path | None = None, kernels: Path = KERNELS) -> Path:
@@ -458,15 +463,19 @@ def _settled(entry: cache.Entry) -> Path:
 
 def _fetch(plan: _Plan, cache_dir: Path | None) -> cache.Entry:
     try:
-        return cache.fetch(f"{Path(SOURCE_NAME).stem}-{plan.target}", plan.suffix, plan.key, plan.make, cache_dir)
+        return cache.fetch(_family(plan.target), plan.suffix, plan.key, plan.make, cache_dir)
     except cache.CacheUnusable as error:
         raise CompileError("cache_unwritable", f"there is no directory to keep the kernel in ({error})") from error
 
 
+def _family(target: str) -> str:
+    return f"{Path(SOURCE_NAME).stem}-{target}"
+
+
 def _announced(plan: _Plan) -> _Plan:
-    def make() -> bytes:
+    def make(directory: Path) -> bytes:
         started = time.monotonic()
-        binary = plan.make()
+        binary = plan.make(directory)
         get_logger().info(
             "compiled %s for %s in %.1f s (%s)", SOURCE_NAME, plan.target, time.monotonic() - started, plan.compiler
         )
@@ -531,14 +540,16 @@ _CHILD = (
 )
 _READY = ""  # the name under which the other process says that it has come this far
 _CHILD_UNWANTED = ("PYTHONPATH", "PYTHONINSPECT", "PYTHONSTARTUP")
+# How a process ends when the compiler inside it breaks. That would happen here as well, and take the service with it.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 class CompileJob:
     """Brings binaries into the cache in another process while this one goes on; `result` waits for one of them.
 
     What fails is stored and raised by `result`. The other process ends when this one does, however that comes about,
-    because its standard input ends then; and a process that dies in the middle of compiling leaves no lock and no
-    broken file behind.
+    because its standard input ends then; and a process that dies in the middle of compiling leaves no lock, no broken
+    file and no g++ behind. If something else than the compiler has ended it, `result` compiles.
     """
 
     def __init__(self, targets: Sequence[str], cache_dir: Path | None = None, kernels: Path = KERNELS):
@@ -596,7 +607,7 @@ class CompileJob:
         return path if cache.is_whole(entry) else cached_binary(target, self._cache_dir, self._kernels)
 
     def _wait_for(self, target: str) -> dict[str, Any] | None:
-        """The answer, or None if this interpreter could not be started a second time: no reason to run stock."""
+        """The answer, or None if the other process could not be started or was killed: no reason to run stock."""
         assert self._process is not None
 
         def settled() -> bool:
@@ -613,9 +624,13 @@ class CompileJob:
         if self._ended and not started:
             return None
         if self._ended:
-            how = f"ended with status {self._process.wait()} and no answer"
+            status = self._process.wait()
+            how = f"ended with status {status} and no answer"
+            if -status not in _CRASHES:
+                get_logger().warning("the process that compiles for %s %s: compiling here", target, how)
+                return None
         else:
-            os.killpg(self._process.pid, signal.SIGKILL)  # and its g++
+            _kill_group(self._process)
             how = f"took longer than {JOB_LIMIT:.0f} s"
         return {"reason": "compile_failed", "message": f"the process that compiles for {target} {how}"}
 
@@ -637,11 +652,21 @@ class CompileJob:
                     with self._changed:
                         self._answers[answer["target"]] = answer
                         self._changed.notify_all()
+            with contextlib.suppress(OSError):
+                # Not reaped yet: until then nobody else can be given its number.
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                _kill_group(process)
             process.wait()
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends the other process and the g++ that it may have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _absolute_path() -> list[str]:

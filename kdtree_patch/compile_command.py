@@ -34,8 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="extend",
         choices=(*compiling.NVRTC_TARGETS, *compiling.HOST_TARGETS),
         metavar="TARGET",
-        help="what to compile for: %(choices)s. Default: this host's GPUs; if it has none, "
-        + ", ".join(compiling.GPU_TARGETS),
+        help="what to compile for: %(choices)s. Default: those that serve the GPUs which NVML sees on this host, "
+        "whatever CUDA_VISIBLE_DEVICES says; if it sees none that the kernel runs on, "
+        + ", ".join(compiling.GPU_TARGETS)
+        + ". The others are compiled only when they are named.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=run)
@@ -45,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.from_environ(os.environ)
     except SettingError as error:
-        print(error, file=sys.stderr)
+        # Not str(error), which tells what a service does.
+        print(f"compile: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
         return 2
     set_level(settings.log_level)
     targets = list(dict.fromkeys(arguments.arch or compiling.visible_targets() or compiling.GPU_TARGETS))
@@ -74,7 +77,8 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
         report.update(compiler=result.compiler, seconds=round(result.seconds, 1), bytes=len(result.cubin))
         dynamic = dynamic_shared()
         for kernel in result.kernels:
-            shared = kernel.static_shared + dynamic.get(kernel.name, 0)
+            asked = dynamic.get(kernel.name, 0)
+            shared = None if asked is None else kernel.static_shared + asked
             report["kernels"].append({**asdict(kernel), "shared": shared})
             report["findings"] += judge(kernel, shared)
         missing = sorted(set(dynamic) - {kernel.name for kernel in result.kernels})
@@ -85,18 +89,22 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
     return report
 
 
-def dynamic_shared() -> dict[str, int]:
-    """Kernel -> the shared memory it asks for at launch. What combine asks for depends on the GPU; it is small."""
-    return {v.kernel_name(element): v.shared_bytes for v in tiles.VARIANTS for element in tiles.ELEMENTS}
+def dynamic_shared() -> dict[str, int | None]:
+    """Kernel -> the shared memory it asks for at launch. None for combine: it depends on how many multiprocessors the
+    GPU has, and is small on all of them.
+    """
+    variants = [(variant, element) for variant in tiles.VARIANTS for element in tiles.ELEMENTS]
+    asked: dict[str, int | None] = {variant.kernel_name(element): variant.shared_bytes for variant, element in variants}
+    return asked | {variant.combine_name(element): None for variant, element in variants}
 
 
-def judge(kernel: compiling.KernelResources, shared: int) -> list[str]:
+def judge(kernel: compiling.KernelResources, shared: int | None) -> list[str]:
     findings = []
     if kernel.spill_stores or kernel.spill_loads:
         findings.append(f"{kernel.name} spills {kernel.spill_stores} bytes and reads {kernel.spill_loads} back")
     if kernel.registers > MAX_REGISTERS:
         findings.append(f"{kernel.name} uses {kernel.registers} registers, more than {MAX_REGISTERS}")
-    if shared > tiles.SHARED_LIMIT:
+    if shared is not None and shared > tiles.SHARED_LIMIT:
         findings.append(f"{kernel.name} takes {shared} bytes of shared memory, more than {tiles.SHARED_LIMIT}")
     return findings
 
@@ -111,7 +119,6 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"  {'kernel':<32} {'registers':>9} {'spilled':>8} {'stack':>6} {'shared':>8}")
     for kernel in report["kernels"]:
         spilled = kernel["spill_stores"] + kernel["spill_loads"]
-        lines.append(
-            f"  {kernel['name']:<32} {kernel['registers']:>9} {spilled:>8} {kernel['stack']:>6} {kernel['shared']:>8,}"
-        )
+        shared = "-" if kernel["shared"] is None else f"{kernel['shared']:,}"
+        lines.append(f"  {kernel['name']:<32} {kernel['registers']:>9} {spilled:>8} {kernel['stack']:>6} {shared:>8}")
     return "\n".join([*lines, *(f"  FINDING {finding}" for finding in report["findings"])])

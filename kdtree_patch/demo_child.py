@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,17 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     report = Report()
     started = time.monotonic()
-    device, why = choose_device(options["device"])
+    device, dtype = options["device"], options["dtype"]
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     import torch
 
-    # Triton's interpreter computes bfloat16 products wrongly, so on the CPU there is nothing to compare with in it.
-    dtype = options["dtype"] or ("bfloat16" if device == "cuda" else "float16")
     report(
         "machine",
         device=device,
-        why=why,
+        why=options["why"],
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
         dtype=dtype,
         python=sys.version.split()[0],
@@ -74,20 +72,6 @@ def main() -> None:
     hook = sys.modules.get("kdtree_patch.hook")
     routed = {" ".join(reason): count for reason, count in hook.counts().items()} if hook else {}
     report("done", stored=stored, routed=routed, seconds=round(time.monotonic() - started, 1))
-
-
-def choose_device(wanted: str | None) -> tuple[str, str | None]:
-    """ "cuda" or "cpu", and if a GPU is passed over, why. Decided before torch or CUDA has been touched."""
-    from kdtree_patch.compile import visible_targets
-
-    if wanted != "cpu" and visible_targets():
-        if wanted == "cuda" or find_spec("sgl_kernel") is not None:
-            return "cuda", None
-        why = "SGLang needs the package sglang-kernel to use this machine's GPU, and it is not installed"
-    else:
-        why = None
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return "cpu", why
 
 
 def pool_slots(wanted: int | None, tokens: int, layers: int, device: str) -> int:

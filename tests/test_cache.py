@@ -31,7 +31,7 @@ class Maker:
         self.payload = payload
         self.calls = 0
 
-    def __call__(self) -> bytes:
+    def __call__(self, directory: Path) -> bytes:
         self.calls += 1
         return self.payload
 
@@ -124,7 +124,7 @@ def test_another_key_is_another_file(tmp_path: Path):
 
 
 def test_failure_of_the_compiler_is_passed_on_and_leaves_nothing(tmp_path: Path, maker: Maker):
-    def fail() -> bytes:
+    def fail(directory: Path) -> bytes:
         raise compiling.CompileError("compile_failed", "no")
 
     with pytest.raises(compiling.CompileError):
@@ -144,12 +144,16 @@ def test_old_files_go_and_recent_ones_stay(tmp_path: Path):
         os.utime(old, (now - (40 if index < 15 else 1) * 86400, now - (40 if index < 15 else 1) * 86400 + index))
     (directory / ".kernel-aaaa.bin.1.2.tmp").write_bytes(b"x")
     os.utime(directory / ".kernel-aaaa.bin.1.2.tmp", (now - 7200, now - 7200))
+    for name, age in ((".kernel-old.tmp", 7200), (".kernel-new.tmp", 60)):  # where a compiler worked or works
+        (directory / name).mkdir()
+        (directory / name / "library.so").write_bytes(b"x")
+        os.utime(directory / name, (now - age, now - age))
     (directory / "somebody-elses").write_bytes(b"x")
     os.utime(directory / "somebody-elses", (0, 0))
     fetch(Maker(), directory)
     # The newest eight are the new file, the five of yesterday and two of the old ones.
     expected = {NAME, "kernel.lock", "somebody-elses", *(f"kernel-{index:016x}.bin" for index in range(13, 20))}
-    assert {p.name for p in directory.iterdir()} == expected
+    assert {p.name for p in directory.iterdir()} == expected | {".kernel-new.tmp"}
 
 
 # ---------------------------------------------------------------------------------------------------- torn and tampered
@@ -193,7 +197,7 @@ from pathlib import Path
 from kdtree_patch import cache
 real = os.fsync
 os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
-cache.fetch("kernel", ".bin", sys.argv[2], lambda: b"x" * 100000, Path(sys.argv[1]))
+cache.fetch("kernel", ".bin", sys.argv[2], lambda _: b"x" * 100000, Path(sys.argv[1]))
 """
     process = python(code, tmp_path / "cache", KEY)
     assert process.wait(30) == -signal.SIGKILL

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kdtree_patch import cache, compile_command
+from kdtree_patch import cache, compile_command, tiles
 from kdtree_patch import compile as compiling
 from kdtree_patch.compile import CompileError, CompileJob, cached_binary, compile_cubin
 from tests.support.small_sources import (
@@ -380,6 +380,36 @@ def test_library_for_the_cpu(tmp_path: Path, host_kernels: Path, capsys: pytest.
     assert len(error_lines(capsys.readouterr().err)) == 1  # compiled, once
 
 
+@pytest.mark.parametrize("target", compiling.HOST_TARGETS)
+def test_library_is_built_once_and_nothing_lands_in_the_working_directory(
+    target: str, tmp_path: Path, host_kernels: Path, temporary_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert len({cached_binary(target, tmp_path / "cache", host_kernels) for _ in range(2)}) == 1
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+    assert list((tmp_path / "here").iterdir()) == list(temporary_directory.iterdir()) == []
+
+
+def test_killed_build_leaves_its_files_in_the_cache(tmp_path: Path, host_kernels: Path, temporary_directory: Path):
+    """Where the next compilation removes them; nobody would in the temporary directory."""
+    compiler = CountingCompiler(tmp_path, 40)
+    code = "from pathlib import Path\nfrom kdtree_patch.compile import cached_binary\n"
+    code += "cached_binary('host', Path(sys.argv[2]), Path(sys.argv[1]))"
+    variables = environment(CXX=compiler.path)
+    process = python(code, host_kernels, tmp_path / "cache", env=variables, start_new_session=True)
+    try:
+        wait_until_compiling(compiler)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    (left,) = (tmp_path / "cache").glob(".verify_attn_flash-host-*.tmp")
+    assert list(temporary_directory.iterdir()) == []
+    os.utime(left, (0, 0))
+    cached_binary("host", tmp_path / "cache", host_kernels)
+    assert not left.exists()
+
+
 def test_sanitizers_are_in_the_sanitizer_build(tmp_path: Path):
     kernels = kernels_folder(tmp_path, 'extern "C" int answer(int n) { int a[4] = {}; return a[n]; }\n')
     path = cached_binary("host-asan", tmp_path / "cache", kernels)
@@ -591,17 +621,46 @@ def test_interpreter_that_does_not_start_again_is_no_reason_to_run_stock(
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_compiling_process_that_is_killed(tmp_path: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler = CountingCompiler(tmp_path, 5)
-    monkeypatch.setenv("CXX", str(compiler.path))
-    job = CompileJob(["host"], tmp_path / "cache", host_kernels).start()
+def wait_until_compiling(compiler: CountingCompiler) -> None:
+    deadline = time.monotonic() + 30
     while not compiler.count:
+        assert time.monotonic() < deadline, "no compiler was started"
         time.sleep(0.01)
+
+
+def killed_job(
+    number: signal.Signals, tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[CompileJob, int]:
+    """A job whose process is ended while its g++ works, and the process id of that g++."""
+    compiler = CountingCompiler(tmp_path, 40)
+    monkeypatch.setenv("CXX", str(compiler.path))
+    job = CompileJob(["host"], tmp_path / "cache", kernels).start()
+    wait_until_compiling(compiler)
     assert job._process is not None
-    job._process.kill()
-    with pytest.raises(CompileError, match="ended with status -9") as caught:
+    os.kill(job._process.pid, number)
+    monkeypatch.delenv("CXX")
+    return job, compiler.pids[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_compiling_process_that_is_killed_is_no_reason_to_run_stock(
+    number: signal.Signals, tmp_path: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    job, gxx = killed_job(number, tmp_path, host_kernels, monkeypatch)
+    assert ctypes.CDLL(str(job.result("host"))).answer() == 42
+    assert gone(gxx), "g++ has outlived the process that started it"
+    warning, compiled = capsys.readouterr().err.splitlines()
+    assert f"ended with status {-number} and no answer: compiling here" in warning and " compiled " in compiled
+
+
+def test_compiler_that_crashes_its_process_is_not_let_into_this_one(
+    tmp_path: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job, gxx = killed_job(signal.SIGSEGV, tmp_path, host_kernels, monkeypatch)
+    with pytest.raises(CompileError, match="ended with status -11") as caught:
         job.result("host")
     assert caught.value.reason == "compile_failed"
+    assert gone(gxx)
 
 
 def test_wait_is_bounded(tmp_path: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
@@ -739,6 +798,24 @@ def test_command_finds_too_much_shared_memory(
     assert "answer takes 101377 bytes of shared memory, more than 101376" in capsys.readouterr().out
 
 
+def test_command_does_not_make_up_what_depends_on_the_gpu(
+    small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(compile_command, "dynamic_shared", lambda: {"answer": None})
+    assert command("--arch", "sm_80") == 0
+    assert re.search(r"^  answer +\d+ +0 +0 +-$", capsys.readouterr().out, re.MULTILINE)
+    assert command("--arch", "sm_80", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["targets"][0]["kernels"][0]["shared"] is None
+
+
+def test_command_knows_every_kernel_and_what_it_asks_for():
+    asked = compile_command.dynamic_shared()
+    assert {name for name, size in asked.items() if size is None} == {
+        variant.combine_name(element) for variant in tiles.VARIANTS for element in tiles.ELEMENTS
+    }
+    assert asked["verify_attn_bf16_r40"] == tiles.VARIANTS[-1].shared_bytes
+
+
 def test_command_finds_a_missing_kernel(
     small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -773,5 +850,6 @@ def test_wrong_usage(small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsy
         command("--arch", "sm_70")
     assert caught.value.code == 2
     monkeypatch.setenv("KDTREE_MODE", "maybe")
+    capsys.readouterr()
     assert command("--arch", "sm_80") == 2
-    assert "KDTREE_MODE" in capsys.readouterr().err
+    assert capsys.readouterr().err == ("compile: KDTREE_MODE='maybe' is not understood: allowed are on, shadow, off\n")

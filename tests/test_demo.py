@@ -21,8 +21,10 @@ SHAPES = (
 )
 
 
-def run_demo(directory: Path, *arguments: str, pythonpath: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KDTREE_")}
+def run_demo(
+    directory: Path, *arguments: str, pythonpath: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KDTREE_")} | variables
     env["PYTHONPATH"] = os.pathsep.join(str(entry) for entry in (REPO, pythonpath) if entry)
     command = [sys.executable, "-m", "kdtree_patch", "demo", *arguments]
     return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=500)
@@ -63,21 +65,63 @@ def test_without_wrapt_it_fails_and_says_so(tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1].strip() == "FAIL"
 
 
+def test_settings_of_the_caller_do_not_count(tmp_path: Path) -> None:
+    options = ["--sglang", str(sglang_dir("0.5.12")), "--layers", "1"]
+    finished = run_demo(tmp_path, *options, KDTREE_MODE="off", KDTREE_NONSENSE="1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    shown = " ".join(run_demo(tmp_path, "--help").stdout.split())
+    assert "Of the environment's KDTREE_* variables only KDTREE_CACHE_DIR counts" in shown
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--sglang", "/nonexistent"], ["--prefix", "-1"], ["--q-len", "0"], ["--dtype", "float8"]], ids=str
+    ("arguments", "words"),
+    [
+        ("--sglang /nonexistent", "there is no package sglang in /nonexistent"),
+        ("--prefix -1", "--prefix: '-1' is not a whole number, 0 or more"),
+        ("--q-len 0", "--q-len: '0' is not a whole number, from 1 to 256"),
+        ("--q-len 257", "--q-len: '257' is not a whole number, from 1 to 256"),
+        ("--q-len x", "--q-len: 'x' is not a whole number, from 1 to 256"),
+        ("--heads 129", "--heads: '129' is not a whole number, from 1 to 128"),
+        ("--dtype float8", "invalid choice: 'float8'"),
+        ("--device cpu --dtype bfloat16", "computes bfloat16 products wrongly"),
+        ("--device cpu --bs 2 --slots 60", "--slots must be 61 or more: 60 tokens"),
+        ("--json nowhere/report.json", "--json: there is no folder "),
+        ("--json .", "--json: . is a folder"),
+        ("--device cuda", "--device cuda needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES hides them all; "),
+        ("--dtype bfloat16", "computes bfloat16 products wrongly"),
+    ],
 )
-def test_wrong_usage_is_2(tmp_path: Path, arguments: list[str]) -> None:
-    finished = run_demo(tmp_path, *arguments)
+def test_wrong_usage_is_2(tmp_path: Path, arguments: str, words: str) -> None:
+    """One line that says what is wrong, after argparse's own usage lines, before anything has run."""
+    options = ["--sglang", str(sglang_dir("0.5.12")), *arguments.split()]
+    finished = run_demo(tmp_path, *options, CUDA_VISIBLE_DEVICES="")
     assert finished.returncode == 2
-    assert "demo: " in finished.stderr
+    assert finished.stdout == "" and "Traceback" not in finished.stderr
+    assert "demo: " in finished.stderr.splitlines()[-1] and words in finished.stderr.splitlines()[-1]
+
+
+def test_the_device_is_a_gpu_only_where_one_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(demo, "visible_targets", lambda: [])
+    assert demo.choose_device(None, tmp_path) == ("cpu", None)
+    with pytest.raises(demo.UsageError, match="there is none here"):
+        demo.choose_device("cuda", tmp_path)
+    monkeypatch.setattr(demo, "visible_targets", lambda: ["sm_90"])
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert demo.choose_device("cuda", tmp_path) == ("cuda", None)
+    assert demo.choose_device("cpu", tmp_path) == ("cpu", None)
+    device, why = demo.choose_device(None, tmp_path)
+    assert device == "cpu" and why is not None and "sglang-kernel" in why
+    (tmp_path / "sgl_kernel").mkdir()
+    assert demo.choose_device(None, tmp_path) == ("cuda", None)
 
 
 # The verdict.
 
 
 def case(**changes: object) -> demo.Case:
-    options = dict(prefix=21, q_len=9, heads=8, layers=3, bs=1, slots=None, dtype=None, device=None)
-    return demo.Case(argparse.Namespace(**{**options, **changes}))
+    options = dict(prefix=21, q_len=9, heads=8, layers=3, bs=1, slots=None, dtype=None)
+    return demo.Case(argparse.Namespace(**{**options, **changes}), "cpu")
 
 
 def story(*lines: str, routed: int = 3) -> demo.Story:
@@ -116,6 +160,7 @@ def test_one_bad_layer_fails_and_is_named(rel: str) -> None:
     found = failures(story(INSTALLED, SHAPES, LAYERS[0], layer_line(1, rel), LAYERS[2]))
     assert list(found) == ["worst rel"]
     assert "in L1" in found["worst rel"]
+    assert "about 2e-3 is the rounding of bf16, about 2e-4 that of fp16; near 1 is a wrong" in found["worst rel"]
 
 
 @pytest.mark.parametrize("wrong", ["mask=(189,)", "mask=None"])

@@ -2,7 +2,8 @@
 # Makes .venv: an interpreter with the pinned requirements, and each SGLang release in a directory of its own.
 #
 # Every step is skipped when its result is there, and no half-made result is ever taken for a whole one, so the script
-# can be interrupted and run again. PYTHON chooses the interpreter for a new .venv (default: python3).
+# can be interrupted and run again. PYTHON chooses the interpreter for a new .venv (default: python3); a .venv that is
+# there keeps its own, and a PYTHON that names another one is an error.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -57,6 +58,21 @@ check_the_machine() {
             "Debian and Ubuntu: apt-get install g++    Fedora and RHEL: dnf install gcc-c++"
 }
 
+# The program behind the links: that of a virtual environment is the one it was made with.
+real_program() {
+    "$1" -c 'import os, sys; print(os.path.realpath(sys.executable))' 2>/dev/null
+}
+
+check_the_choice() {
+    [[ -n ${PYTHON:-} ]] || return 0
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is missing: name a Python 3.10 to 3.13, or leave PYTHON out."
+    local chosen made_with
+    chosen=$(real_program "$PYTHON") || fail "PYTHON=$PYTHON does not run: name another one, or leave PYTHON out."
+    made_with=$(real_program "$venv/bin/python") || return 0
+    [[ $chosen == "$made_with" ]] ||
+        fail "PYTHON=$PYTHON is $chosen, but $venv was made with $made_with: delete $venv, or leave PYTHON out."
+}
+
 check_the_interpreter() {
     command -v "$python" >/dev/null ||
         fail "$python is missing: install Python 3.10 to 3.13, or name one: make PYTHON=/path/to/python3.11"
@@ -109,6 +125,7 @@ unpack_sglang() {
 
 main() {
     check_the_machine
+    check_the_choice
     all_is_there && return
     [[ -x $venv/bin/pip ]] || check_the_interpreter
     # Two makes at once: the second waits and then finds everything there.

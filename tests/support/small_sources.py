@@ -34,7 +34,7 @@ def kernels_folder(parent: Path, source: str) -> Path:
 
 
 class CountingCompiler:
-    """A script for CXX. It writes a line for each compilation, waits `seconds`, and calls g++."""
+    """A script for CXX. It writes its process id for each compilation, waits `seconds`, and calls g++."""
 
     def __init__(self, folder: Path, seconds: float = 0.0):
         self.path = folder / f"counting-g++-{seconds}"
@@ -42,13 +42,17 @@ class CountingCompiler:
         gxx = shutil.which("g++")
         assert gxx is not None, "these tests need g++"
         self.path.write_text(
-            f'#!/bin/sh\ncase " $* " in *" -o "*) echo x >> {self._log}; sleep {seconds} ;; esac\nexec {gxx} "$@"\n'
+            f'#!/bin/sh\ncase " $* " in *" -o "*) echo $$ >> {self._log}; sleep {seconds} ;; esac\nexec {gxx} "$@"\n'
         )
         self.path.chmod(0o755)
 
     @property
+    def pids(self) -> list[int]:
+        return [int(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+
+    @property
     def count(self) -> int:
-        return len(self._log.read_text().splitlines()) if self._log.exists() else 0
+        return len(self.pids)
 
 
 def python(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:

@@ -1,0 +1,37 @@
+"""Types for argparse that say what is wrong, before anything has run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+    allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {allowed}")
+        return number
+
+    return parse
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written; it is not touched yet."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
