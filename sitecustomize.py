@@ -33,8 +33,8 @@ def stand_in_front(finder: KdtreePackageFinder | KdtreeBackendFinder) -> None:
         sys.meta_path.insert(0, finder)
 
 
-def take_our_folder_off_the_path() -> list[str]:
-    """Returns the entries of sys.path after ours: where Python would have looked next.
+def take_our_folder_off_the_path() -> list[str] | None:
+    """Returns the entries of sys.path after ours, where Python would have looked next; None if ours is not among them.
 
     Our folder also holds `kernels`, `tests` and `docs`. On sys.path each is an importable (namespace) package, and
     that is not harmless: transformers takes any folder named `kernels` for the package of that name and fails on its
@@ -43,7 +43,7 @@ def take_our_folder_off_the_path() -> list[str]:
     """
     ours = [entry for entry in sys.path if os.path.realpath(entry) == HERE]
     if not ours:
-        return []  # loaded by hand; whoever did that looks after the others
+        return None  # loaded by hand; whoever did that looks after the others
     rest = [entry for entry in sys.path[sys.path.index(ours[0]) :] if entry not in ours]
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if any(os.path.realpath(entry) == HERE for entry in named if entry):
@@ -71,9 +71,9 @@ class KdtreeBackendFinder:
             from kdtree_patch import boot
 
             boot.arm(BACKEND)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             raise
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too: what a module of ours imports may call sys.exit()
             decline("package_broken", error)
         # boot has put wrapt's finder in front; searching again from the top lets it see this very import.
         from importlib.util import find_spec
@@ -81,13 +81,27 @@ class KdtreeBackendFinder:
         return find_spec(name)
 
 
-def run_the_next_sitecustomize(path: list[str]) -> None:
-    """Runs the user's (or Debian's) sitecustomize as Python would: once, under its own name, its exceptions and all.
+def find_the_next_sitecustomize(path: list[str]) -> ModuleSpec | None:
+    """Asks the finders that Python would have asked after it had found ours.
 
-    Only the entries after ours are searched. A sitecustomize before ours would have been imported in our place; if
-    there is one nevertheless, it is the one that imported us, and to run it here would be its second time.
+    These are PathFinder with the entries after ours, and the finders behind it, as editable installs append them. A
+    sitecustomize before ours would have been imported in our place; if there is one nevertheless, it is the one that
+    imported us, and to run it here would be its second time.
     """
     spec = PathFinder.find_spec("sitecustomize", path)
+    if spec is not None or PathFinder not in sys.meta_path:
+        return spec
+    for finder in sys.meta_path[sys.meta_path.index(PathFinder) + 1 :]:
+        if hasattr(finder, "find_spec"):
+            spec = finder.find_spec("sitecustomize", None)
+            if spec is not None and os.path.realpath(spec.origin or "") != os.path.realpath(__file__):
+                return spec
+    return None
+
+
+def run_the_next_sitecustomize(path: list[str]) -> None:
+    """Runs the user's (or Debian's) sitecustomize as Python would: once, under its own name, its exceptions and all."""
+    spec = find_the_next_sitecustomize(path)
     if spec is None or spec.loader is None:
         return
     from importlib.util import module_from_spec
@@ -98,7 +112,7 @@ def run_the_next_sitecustomize(path: list[str]) -> None:
 
 
 # Ours first, so that an exception of theirs cannot disarm us; and closed, so that theirs runs whatever happens to us.
-rest_of_the_path: list[str] = []
+rest_of_the_path: list[str] | None = None
 try:
     rest_of_the_path = take_our_folder_off_the_path()
     if os.environ.get("KDTREE_MODE", "").strip().lower() != "off":
@@ -106,4 +120,5 @@ try:
 except Exception as boot_error:
     rest_of_the_path = [entry for entry in sys.path if entry != HERE]
     decline("boot_failed", boot_error)
-run_the_next_sitecustomize(rest_of_the_path)
+if rest_of_the_path is not None:
+    run_the_next_sitecustomize(rest_of_the_path)

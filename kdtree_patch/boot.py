@@ -29,28 +29,35 @@ def arm(backend_module: str) -> None:
     if settings.mode == "off":
         return
     log.set_level(settings.log_level)
-    # wrapt is no dependency of SGLang, so its absence is a thing that happens to people.
+    # wrapt is no dependency of SGLang, so its absence is a thing that happens to people, and so is one of no use.
     try:
-        import wrapt
-    except ImportError as error:
-        log.stays_stock("wrapt_missing", f"({error}) install wrapt into the service's environment: pip install wrapt")
+        from wrapt import FunctionWrapper, register_post_import_hook  # noqa: F401 - the hook needs the first
+    except Exception as error:
+        why = f"({type(error).__name__}: {error})"
+        log.stays_stock("wrapt_missing", f"{why} install wrapt into the service's environment: pip install wrapt")
         return
-    wrapt.register_post_import_hook(functools.partial(_on_import, settings=settings), backend_module)
+    register_post_import_hook(functools.partial(_on_import, settings=settings), backend_module)
 
 
 def _on_import(module: ModuleType, settings: Settings) -> None:
-    """The backend module is there, and nobody has used it yet."""
+    """The backend module is there, and nobody has used it yet.
+
+    wrapt calls this once. After a reload of the module the new class is SGLang's own, and runs stock.
+    """
     try:
         from kdtree_patch import contract
 
         violations = contract.check(module)
         if violations:
-            log.stays_stock("contract", violations="; ".join(violations), sglang=contract.sglang_version())
+            sglang = contract.sglang_version()
+            log.stays_stock("contract", contract.UNKNOWN_RELEASE, violations="; ".join(violations), sglang=sglang)
             return
         from kdtree_patch import hook
 
         hook.install(module, settings, start_compiling(settings))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # modules of ours and theirs are imported here, and one may call sys.exit()
         log.stays_stock("hook_failed", f"{type(error).__name__}: {error}")
 
 

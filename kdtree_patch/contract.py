@@ -50,6 +50,10 @@ INNER_HOMES: Final = (
 )
 
 
+# What the line says besides the violations themselves.
+UNKNOWN_RELEASE: Final = "this SGLang is none that the patch knows"
+
+
 class _Any:
     """Stands for `no particular value`; None is a value like any other."""
 
@@ -131,6 +135,7 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INNER, "logit_cap", "tanh capping of the scores", False, 0.0, "logit_cap"),
     Row(INNER, "skip_prefix_custom_mask", "the prefix is visible to every draft token", False, True, "prefix_mask"),
     Row(INNER, "sliding_window_size", "a window over the prefix", False, -1, "sliding_window"),
+    Row(INNER, "window_kv_offsets", "the prefix begins later than the mask's columns", False, None, "sliding_window"),
     Row(INNER, "sinks", "attention sinks", False, None, "sinks"),
     Row(INNER, "xai_temperature_len", "temperature by position", False, -1, "xai_temperature"),
     Row(INNER, "lse_extend", "asks for the log-sum-exp as well (from 0.5.23)", False, None, "lse"),
@@ -140,7 +145,6 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INNER, "aux_tensors", "arguments of score_mod (from 0.5.23)", False, None, "score_mod"),
     Row(INNER, "identity_kv_indices", "kv_indices are not to be read (from 0.5.23)", False, False, "identity_indices"),
     # The inner call: known, and without meaning for us.
-    Row(INNER, "window_kv_offsets", "shifts the mask's columns in a sliding window, which is declined", False),
     Row(INNER, "page_size", "kv_indices are per token whatever the page size (from 0.5.23)", False),
     Row(INNER, "extend_seq_lens_cpu", "sizes the stock kernel's grid on AMD (from 0.5.23)", False),
     # What no signature can say. Validation checks the first on every call it validates; the others have tests.

@@ -73,7 +73,8 @@ class Worker:
     def attach(self, backend: Any, runner: Any) -> None:
         """Gives a constructed backend its router, or says why not.
 
-        The instance is changed last of all, and until it has both attributes every call goes to the stock function.
+        The instance is changed last of all, and of it the inner function: whatever fails before that, the line
+        included, leaves an instance whose calls go to the stock function.
         """
         try:
             if ROUTER in vars(backend):
@@ -84,16 +85,16 @@ class Worker:
             facts = about(self.settings, kernel, rank)
             router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank)
             # The stock function is wrapped like this too: torch.compile must not look inside.
-            backend.extend_attention_fwd = torch.compiler.disable(router.__call__)
+            routed = torch.compiler.disable(router.__call__)
+            if not self._installed:
+                log.installed(**facts)
+                self._installed = self._spoken = True
             setattr(backend, ROUTER, router)
+            backend.extend_attention_fwd = routed
         except Declined as declined:
             self._say(declined)
         except Exception as error:
             self._say(Declined("hook_failed", f"{type(error).__name__}: {error}"))
-        else:
-            if not self._installed:
-                log.installed(**facts)
-            self._installed = self._spoken = True
 
     def kernel_on(self, device: torch.device) -> Kernel:
         """The kernel on a device, loaded once. A failure is remembered too: draft backends must not each try again."""
@@ -113,14 +114,17 @@ class Worker:
             log.stays_stock(declined.reason, str(declined), **declined.facts)
 
 
-# The worker of this process. A reload of SGLang's module makes a second class, which shares kernels and counters.
+# The worker of this process: if a second class is ever installed on, it shares kernels and counters.
 _worker: Worker | None = None
 
 
 def install(
     module: ModuleType, settings: Settings, job: CompileJob | None = None, load: LoadKernel | None = None
 ) -> None:
-    """Wraps the backend of `module`, which the contract has been checked for. A second time changes nothing."""
+    """Wraps the backend of `module`, which the contract has been checked for. A second time changes nothing.
+
+    Nobody calls it again after a reload of `module`: the new class runs stock.
+    """
     global _worker
     if _worker is None:
         _worker = Worker(settings, job, load or load_kernel)
@@ -196,7 +200,8 @@ def check_worth_it(backend: Any) -> None:
     """Raises Declined for a backend that will never make a verify call we could serve: nothing is loaded for it."""
     violations = contract.check_instance(backend)
     if violations:
-        raise Declined("contract", "", violations="; ".join(violations), sglang=contract.sglang_version())
+        sglang = contract.sglang_version()
+        raise Declined("contract", contract.UNKNOWN_RELEASE, violations="; ".join(violations), sglang=sglang)
     if not backend.num_draft_tokens:
         raise Declined("no_speculation", "there is no speculative decoding, so there are no verify calls", quiet=True)
     if not getattr(backend, "use_mla", True):
@@ -213,7 +218,9 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
         raise Declined("device", f"there is no kernel for {device.type} devices")
     try:
         from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may call sys.exit() while it is imported
         raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
     try:
         return VerifyKernel.load(device, settings.cache_dir, job)

@@ -1,8 +1,10 @@
 """The `[kdtree]` lines. Everything a worker says goes through here, one line at a time, to stderr.
 
 Operators grep for these lines, so their form is fixed: the prefix, then for warnings and errors the level, then the
-words. The logger has its own handler and does not propagate: SGLang reconfigures the root logger, and a line must
-neither vanish because of that nor appear twice.
+words. What a process says about itself (`installed`, or `declined` and why) ranks as an error without being called one,
+so that it is said at every KDTREE_LOG_LEVEL: a worker that says neither has not loaded the patch. The logger has its
+own handler and does not propagate: SGLang reconfigures the root logger, and a line must neither vanish because of that
+nor appear twice.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def get_logger() -> logging.Logger:
 
 
 def set_level(name: str) -> None:
-    """`debug`, `info`, `warning` or `error`."""
+    """`info`, `warning` or `error`."""
     get_logger().setLevel(name.upper())
 
 
@@ -75,19 +77,18 @@ def _quoted(value: object) -> str:
 
 def installed(**values: object) -> None:
     """`[kdtree] installed k=v ...`: this process serves verify calls."""
-    get_logger().info("installed %s", fields(values))
+    _say(logging.ERROR, "installed", fields(values))
 
 
 def declined(reason: str, detail: str = "", **values: object) -> None:
-    """`[kdtree] declined reason=<code> k=v ... detail`: this process, or a kind of call, stays with the stock kernel.
-
-    Ranks as a warning, so that it is still said at KDTREE_LOG_LEVEL=warning, but is written in the form that
-    operators grep for.
-    """
-    words = " ".join(part for part in (f"declined reason={reason}", fields(values), detail) if part)
-    get_logger().warning("%s", words, extra={"plain": True})
+    """`[kdtree] declined reason=<code> k=v ... detail`: a kind of call stays with the stock kernel."""
+    _say(logging.WARNING, f"declined reason={reason}", fields(values), detail)
 
 
-def stays_stock(reason: str, detail: str = "", **values: object) -> None:
-    """The declined line of a whole process, which ends by saying what that means for the service."""
-    declined(reason, f"{detail}; the service runs stock" if detail else "the service runs stock", **values)
+def stays_stock(reason: str, detail: str, **values: object) -> None:
+    """`[kdtree] declined reason=<code> k=v ... detail; the service runs stock`: this process serves nothing."""
+    _say(logging.ERROR, f"declined reason={reason}", fields(values), f"{detail}; the service runs stock")
+
+
+def _say(rank: int, *parts: str) -> None:
+    get_logger().log(rank, "%s", " ".join(part for part in parts if part), extra={"plain": True})

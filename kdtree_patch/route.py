@@ -12,10 +12,9 @@ logged the first time with the fact that gave offence.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from operator import is_, itemgetter
+from operator import itemgetter
 from types import NoneType
 from typing import Any, Final, Protocol
 
@@ -50,8 +49,9 @@ _ABOUT: Final[dict[str, tuple[str, ...]]] = {
 }
 
 # CUDA errors after which the context is lost: every later call fails as well, so going on with the stock kernel would
-# only hide where it happened. 214 is an uncorrectable ECC error, the 700s are faults and aborts inside a kernel.
-FATAL_STATUS: Final = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+# only hide where it happened. 214 and 220 are uncorrectable errors of ECC and NVLink, 226 is a contained fault of the
+# hardware, the 700s are faults and aborts inside a kernel, 721 tensor memory that a kernel has not given back.
+FATAL_STATUS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 
 
 class Kernel(Protocol):
@@ -83,12 +83,14 @@ class Ledger:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.disabled: str | None = None  # a reason code, once the kernel is off for the life of the process
         self._said: set[object] = set()
+        self._routed = 0
         self._report_at = 10
 
-    def count_served(self) -> None:
-        """Counts a call that the kernel has served. The 10th, the 100th and so on say how things stand."""
-        self.counts["kernel", "verify"] += 1
-        if self.counts["kernel", "verify"] == self._report_at:
+    def count_routed(self, route: str, reason: str) -> None:
+        """Counts a call that was not declined, whoever served it. The 10th, the 100th and so on are said."""
+        self.counts[route, reason] += 1
+        self._routed += 1
+        if self._routed == self._report_at:
             self._report_at *= 10
             declined = {reason: calls for (route, reason), calls in self.counts.items() if route == "stock"}
             log.get_logger().info("calls %s", log.fields({"served": self.counts["kernel", "verify"], **declined}))
@@ -111,31 +113,27 @@ class Ledger:
 class LastServed:
     """The last call that `decide` let through, so that a call which looks the same need not be decided anew.
 
-    A model calls once for each layer, and little changes from one layer to the next: deciding takes three times as
-    long as comparing. The index tensors and the mask are the same objects in all layers of a step; they are
-    remembered by weak reference, so that nothing lives longer because of us. The others come anew with each layer; of
-    them, everything that `decide` looks at is compared.
+    A model calls once for each layer, and little changes from one layer to the next: deciding takes twice as long as
+    comparing. Everything that `decide` looks at is compared. That a tensor is the same object would not do: it can be
+    resized, or given another storage, in place.
     """
 
     def __init__(self) -> None:
-        self._step: tuple[Callable[[], Any], ...] = ()
         self._look: object = None
 
     def resembles(self, call: Mapping[str, Any]) -> bool:
-        return (
-            bool(self._step)
-            and all(map(is_, _STEP_TENSORS(call), [tensor() for tensor in self._step]))
-            and self._look == self._look_of(call)
-        )
+        return self._look is not None and self._look == self._look_of(call)
 
     def remember(self, call: Mapping[str, Any]) -> None:
-        self._step = tuple(_nothing if tensor is None else weakref.ref(tensor) for tensor in _STEP_TENSORS(call))
         self._look = self._look_of(call)
 
     @staticmethod
     def _look_of(call: Mapping[str, Any]) -> object:
         q, k, v, out, pool, v_pool = _LAYER_TENSORS(call)
+        offsets, kv_offsets, indices, mask, mask_offsets = _STEP_TENSORS(call)
         q_len, scale = call["max_len_extend"], call.get("sm_scale")
+        # Without a mask its offsets are not looked at, here as there.
+        flat = (offsets, kv_offsets, indices) if mask is None else (offsets, kv_offsets, indices, mask, mask_offsets)
         return (
             # A tensor here would be compared element by element, so only its type is.
             *(q_len if type(q_len) is int else type(q_len), type(scale)),
@@ -146,11 +144,8 @@ class LastServed:
             *(pool.shape, pool.stride(), pool.dtype, pool.device),
             *(v_pool.shape, v_pool.stride(), v_pool.dtype, v_pool.data_ptr() == pool.data_ptr()),
             (q.data_ptr() | k.data_ptr() | out.data_ptr() | pool.data_ptr()) % 16,
+            *[None if t is None else (t.shape, t.is_contiguous(), t.dtype, t.device) for t in flat],
         )
-
-
-def _nothing() -> None:
-    """A weak reference to the mask that is not there."""
 
 
 class VerifyRouter:
@@ -193,29 +188,32 @@ class VerifyRouter:
         # Too many, one given twice, an unknown one: the stock function has the right words for it.
         if len(call) != len(args) + len(kwargs) or not kwargs.keys() <= self._name_set:
             return self.stock(*args, **kwargs)
+        known = False
         try:
             reason = self.ledger.disabled or switched_on(call)
-            if reason is None and not self._last.resembles(call):
-                reason = decide(call, self.kernel.device)
-                if reason is None:
+            if reason is None:
+                known = self._last.resembles(call)
+                reason = None if known else decide(call, self.kernel.device)
+                if not known and reason is None:
                     self._last.remember(call)
-                    self._say_new_shape(call, context[1])
         except Exception:
             # One missing, or of a kind that the table does not foresee; the stock function may know what to do with it.
             reason = "unexpected_arguments"
         if reason is not None:
             self._count_declined(reason, call, context[0])
             return self.stock(*args, **kwargs)
+        if not known:
+            self._harmlessly("the shapes line", lambda: self._say_new_shape(call, context[1]))
         return self._serve(call, args, kwargs, context[0])
 
     def _serve(self, call: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], layer: Any) -> Any:
         if self._steps is not None and self._validates(layer.layer_id):
             return self._serve_validated(call, args, kwargs, layer.layer_id)
         if not self._shadow and self._launch(call, call["o_extend"]):
-            self.ledger.count_served()
+            self.ledger.count_routed("kernel", "verify")
             return None
         # In shadow mode, or because the launch has just failed: the stock kernel writes all of the output.
-        self.ledger.counts["stock", self.ledger.disabled or "shadow"] += 1
+        self.ledger.count_routed("stock", self.ledger.disabled or "shadow")
         return self.stock(*args, **kwargs)
 
     def _launch(self, call: dict[str, Any], out: torch.Tensor) -> bool:
@@ -257,12 +255,12 @@ class VerifyRouter:
     ) -> Any:
         """Computes both. The one that is not served goes to a scratch tensor: one alone writes the real output."""
         served, result = call["o_extend"], None
-        self._harmlessly(lambda: self._check_v(call, layer_id))
+        self._harmlessly("validation", lambda: self._check_v(call, layer_id))
         ours = not self._shadow and self.ledger.disabled is None and self._launch(call, served)
         if ours:
-            self.ledger.count_served()
+            self.ledger.count_routed("kernel", "verify")
         else:
-            self.ledger.counts["stock", self.ledger.disabled or "shadow"] += 1
+            self.ledger.count_routed("stock", self.ledger.disabled or "shadow")
             result = self.stock(*args, **kwargs)
 
         def compare() -> None:
@@ -275,7 +273,7 @@ class VerifyRouter:
             log.get_logger().info("%s", found.line(layer_id, self._rank))
 
         if self.ledger.disabled is None:
-            self._harmlessly(compare)
+            self._harmlessly("validation", compare)
         return result
 
     def _check_v(self, call: dict[str, Any], layer_id: int) -> None:
@@ -285,15 +283,15 @@ class VerifyRouter:
         if not torch.equal(v.view(torch.int16), latent.view(torch.int16)):
             self.ledger.disable("v_not_latent", f"layer {layer_id}: v_extend is not the latent part of k_extend")
 
-    def _harmlessly(self, validate: Callable[[], None]) -> None:
-        """What goes wrong in validation (it needs memory, for one) is a line, and no reason to lose the call."""
+    def _harmlessly(self, what: str, do: Callable[[], None]) -> None:
+        """What goes wrong beside the call (validation needs memory, for one) is a line, and no reason to lose it."""
         try:
-            validate()
+            do()
         except Exception as error:
             if is_fatal(error):
                 raise
-            if self.ledger.first("validation failed"):
-                log.get_logger().warning("validation failed: %s: %s", type(error).__name__, error)
+            if self.ledger.first(("failed", what)):
+                log.get_logger().warning("%s failed: %s: %s", what, type(error).__name__, error)
 
     def _stock_into(self, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         at = self._output_position

@@ -16,7 +16,7 @@ PREFIX = "KDTREE_"
 MODES = ("on", "shadow", "off")
 FLAGS = ("0", "1")
 FORWARD_MODES = ("verify",)
-LOG_LEVELS = ("info", "debug", "warning", "error")
+LOG_LEVELS = ("info", "warning", "error")
 
 VARIABLES = (
     "KDTREE_MODE",
@@ -35,7 +35,7 @@ class SettingError(ValueError):
     """A variable that is not understood. `str()` says which, its value, what is allowed, and what happens now."""
 
     def __init__(self, variable: str, value: str, allowed: str):
-        super().__init__(f"{variable}={value!r} is not understood: {allowed}. The service runs stock.")
+        super().__init__(f"{variable}={value!r} is not understood: {allowed}; the service runs stock")
         self.variable = variable
         self.value = value
         self.allowed = allowed
@@ -99,7 +99,7 @@ def _some_of(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> f
 def _positive(given: Mapping[str, str], name: str, default: int) -> int:
     value = given.get(name, str(default))
     if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
-        raise SettingError(name, value, "allowed is a whole number from 1 up")
+        raise SettingError(name, value, "allowed is a whole number from 1 to 999999999")
     return int(value)
 
 

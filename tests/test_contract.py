@@ -116,6 +116,10 @@ DRIFTS = [
         Drift(NEW, "skip_prefix=False", "skip_prefix=None"),
         ["extend_attention_fwd(skip_prefix=None): the default was False"],
     ),
+    (
+        Drift(NEW, "window_kv_offsets=None", "window_kv_offsets=0"),
+        ["extend_attention_fwd(window_kv_offsets=0): the default was None"],
+    ),
     (Drift(NEW, "sinks=None", "sinks=NO_SINKS"), ["extend_attention_fwd(sinks='NO_SINKS'): the default was None"]),
 ]
 

@@ -252,7 +252,7 @@ def test_a_second_install_changes_nothing() -> None:
 
 
 def test_a_second_copy_of_our_module_does_not_wrap_again() -> None:
-    """As after a reload, or with two releases of ours in one process."""
+    """Two releases of ours in one process."""
     service = Service()
     cls = service.install()
     methods = dict(vars(cls))
@@ -266,7 +266,7 @@ def test_a_second_copy_of_our_module_does_not_wrap_again() -> None:
     assert served_by_us(backend, forward(backend)) and len(service.kernel.calls) == 1
 
 
-def test_a_reload_of_sglangs_module_is_wrapped_once_and_shares_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_class_is_wrapped_once_and_shares_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     service = Service()
     service.start()
     service.module = fresh_module(service.stock)
@@ -427,7 +427,37 @@ def test_an_instance_that_lacks_something(name: str, capsys: pytest.CaptureFixtu
     (line,) = lines(capsys)
     assert line.startswith("[kdtree] declined reason=contract ")
     assert f'violations="TritonAttnBackend instance: missing attribute {name}"' in line
+    assert line.endswith(" this SGLang is none that the patch knows; the service runs stock")
     assert hook.ROUTER not in vars(backend) and service.loads == []
+
+
+def test_the_instance_is_changed_last_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the line; then the router; then, and with that the calls are routed, the inner function."""
+    service = Service()
+    order: list[str] = []
+
+    def note(self: Any, name: str, value: object) -> None:
+        if name in (hook.ROUTER, "extend_attention_fwd"):
+            order.append(name)
+        object.__setattr__(self, name, value)
+
+    service.backend_class.__setattr__ = note
+    monkeypatch.setattr(log, "installed", lambda **facts: order.append("installed"))
+    service.start()
+    assert order == ["extend_attention_fwd", "installed", hook.ROUTER, "extend_attention_fwd"]  # the first by SGLang
+
+
+def test_a_line_that_fails_leaves_no_half_attached_instance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**facts: object) -> None:
+        raise RuntimeError("no log")
+
+    monkeypatch.setattr(log, "installed", broken)
+    backend = Service().start()
+    assert hook.ROUTER not in vars(backend) and not served_by_us(backend, forward(backend))
+    assert hook.counts() == {}
+    assert lines(capsys) == ["[kdtree] declined reason=hook_failed RuntimeError: no log; the service runs stock"]
 
 
 def test_draft_backends_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -513,6 +543,20 @@ def test_what_the_kernel_says_becomes_the_reason(
     with pytest.raises(hook.Declined, match=detail) as declined:
         hook.load_kernel(torch.device("cuda:0"), Settings(), None)
     assert declined.value.reason == reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError("torn"), SystemExit(3)])
+def test_a_kernel_module_that_cannot_be_imported(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torn:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "kdtree_patch.kernel":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "kdtree_patch.kernel", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Torn(), *sys.meta_path])
+    with pytest.raises(hook.Declined, match=type(error).__name__) as declined:
+        hook.load_kernel(torch.device("cuda:0"), Settings(), None)
+    assert declined.value.reason == "package_broken"
 
 
 def test_devices_without_a_kernel() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kdtree_patch import log
+from kdtree_patch.settings import LOG_LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +34,41 @@ def test_every_line_has_the_prefix_and_only_bad_news_has_a_level(capsys: pytest.
 def test_installed_and_declined(capsys: pytest.CaptureFixture[str]) -> None:
     log.set_level("info")
     log.installed(version="0.1.0", gpu="NVIDIA H200", cupy=None, tp_rank=0)
-    log.declined("contract", "the service runs stock", sglang="0.6.0", cupy=None)
+    log.stays_stock("contract", "this SGLang differs", sglang="0.6.0", cupy=None)
+    log.declined("kv_dtype", "such calls run stock", layer=0)
     log.declined("cupy_missing")
     assert capsys.readouterr().err.splitlines() == [
         '[kdtree] installed version=0.1.0 gpu="NVIDIA H200" tp_rank=0',
-        "[kdtree] declined reason=contract sglang=0.6.0 the service runs stock",
+        "[kdtree] declined reason=contract sglang=0.6.0 this SGLang differs; the service runs stock",
+        "[kdtree] declined reason=kv_dtype layer=0 such calls run stock",
         "[kdtree] declined reason=cupy_missing",
     ]
 
 
-def test_a_declined_line_is_not_lost_at_level_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    log.set_level("warning")
-    log.installed(version="0.1.0")
-    log.declined("contract")
-    assert capsys.readouterr().err == "[kdtree] declined reason=contract\n"
+ALWAYS = ["installed v=1", "declined reason=contract no; the service runs stock", "ERROR oh"]
+SAID = {
+    "info": [*ALWAYS, "declined reason=dtype", "calls served=10"],
+    "warning": [*ALWAYS, "declined reason=dtype"],
+    "error": ALWAYS,
+}
+
+
+@pytest.mark.parametrize("said_at", SAID)
+def test_what_a_process_says_about_itself_is_said_at_every_level(
+    said_at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same form. What it says about a kind of call may be turned off."""
+    log.set_level(said_at)
+    log.installed(v=1)
+    log.stays_stock("contract", "no")
+    log.get_logger().error("oh")
+    log.declined("dtype")
+    log.get_logger().info("calls served=10")
+    assert capsys.readouterr().err.splitlines() == [f"[kdtree] {line}" for line in SAID[said_at]]
+
+
+def test_every_level_that_can_be_set_is_one() -> None:
+    assert set(SAID) == set(LOG_LEVELS)
 
 
 def test_a_line_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
