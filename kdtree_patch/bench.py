@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [
         measure(shape, kernel, stock, ceilings) for shape in track(SHAPES, "measuring", console=Console(stderr=True))
     ]
-    table = Table(title=f"{torch.cuda.get_device_name()}: us a layer, cold")
+    table = Table(title=f"{torch.cuda.get_device_name()}: us a layer, cold", box=None, padding=(0, 1))
     for heading in ("bs", "q_len", "heads", "prefix", "stock", "ours", "warm", "floor", "% of floor", "times", "rel"):
         table.add_column(heading, justify="right")
     for row in rows:
