@@ -247,6 +247,22 @@ def _custom_mask(mask: str | torch.Tensor, prefixes: list[int], q_len: int, rng:
     return torch.cat(blocks)
 
 
+def _kv_pool(slots: int, layers: int, dtype: torch.dtype, device: str) -> Any:
+    """SGLang's own MLA pool at page size 1; it adds the padding slot 0 to the size it is given."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        size=slots - 1,
+        page_size=1,
+        dtype=dtype,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE,
+        layer_num=layers,
+        device=device,
+        enable_memory_saver=False,
+    )
+
+
 # SGLang 0.5.12: the backend and the batch are content with plain attributes.
 
 
@@ -263,21 +279,12 @@ def _runner_of_attributes(
 ) -> Any:
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.layers.attention import triton_backend
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     # The tensor-parallel groups exist only in a running service.
     triton_backend.get_attention_tp_size = lambda: 1
     requests = ReqToTokenPool(size=max_bs, max_context_len=max_context, device=device, enable_memory_saver=False)
-    pool = MLATokenToKVPool(
-        size=pool_slots - 1,
-        page_size=1,
-        dtype=dtype,
-        kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE,
-        layer_num=layers,
-        device=device,
-        enable_memory_saver=False,
-    )
+    pool = _kv_pool(pool_slots, layers, dtype, device)
     server_args = SimpleNamespace(
         speculative_num_draft_tokens=q_len,
         speculative_num_steps=3,
@@ -334,6 +341,21 @@ def _batch_of_attributes(bed: Bed, call: Call, slots: Sequence[torch.Tensor]) ->
 # SGLang 0.5.23: the release's own test kit builds what the backend has come to expect around it.
 
 
+def _kit_case(heads: int, q_len: int, prefixes: Sequence[int]) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
+
+    return kit.MLAAttentionCase(
+        name="kdtree",
+        backend="triton",
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        num_heads=heads,
+        page_size=1,
+        prefix_lens=tuple(prefixes),
+        extend_lens=(q_len,) * len(prefixes),
+    )
+
+
 def _runner_from_the_test_kit(
     *,
     heads: int,
@@ -345,20 +367,10 @@ def _runner_from_the_test_kit(
     layers: int,
     pool_slots: int,
 ) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as _  # noqa: F401  says: one rank
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
 
-    case = kit.MLAAttentionCase(
-        name="kdtree",
-        backend="triton",
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        num_heads=heads,
-        page_size=1,
-        prefix_lens=(0,) * max_bs,
-        extend_lens=(q_len,) * max_bs,
-    )
+    case = _kit_case(heads, q_len, [0] * max_bs)
     model_config = kit.TinyMLAModelConfig(
         num_heads=heads, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, hidden_size=64, context_len=max_context
     )
@@ -372,34 +384,16 @@ def _runner_from_the_test_kit(
         qk_rope_head_dim=ROPE,
     )
     # The kit's own pool has one layer and a size of its choosing.
-    runner.token_to_kv_pool = MLATokenToKVPool(
-        size=pool_slots - 1,
-        page_size=1,
-        dtype=dtype,
-        kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE,
-        layer_num=layers,
-        device=device,
-        enable_memory_saver=False,
-    )
+    runner.token_to_kv_pool = _kv_pool(pool_slots, layers, dtype, device)
     runner.init_kv_index_translator()
     return runner
 
 
 def _batch_from_the_test_kit(bed: Bed, call: Call, slots: Sequence[torch.Tensor]) -> Any:
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
     from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as verify
 
-    case = kit.MLAAttentionCase(
-        name="kdtree",
-        backend="triton",
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        num_heads=bed.heads,
-        page_size=1,
-        prefix_lens=tuple(call.prefixes),
-        extend_lens=(bed.q_len,) * len(call.prefixes),
-    )
+    case = _kit_case(bed.heads, bed.q_len, call.prefixes)
     batch = kit._make_forward_batch(
         case,
         bed.runner,

@@ -35,7 +35,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "prefix_only",
-        "mistake 1 of the mission: the draft tokens are not attended",
+        "the draft tokens are not attended",
         "columns = request.columns();",
         "columns = request.prefix;",
     ),
@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "rope_first_value",
-        "mistake 3: the value is columns 64..575 of the row",
+        "the value is columns 64..575 of the row",
         "key * kRowBytes + warp * 128;",
         "key * kRowBytes + warp * 128 + 128;",
     ),
