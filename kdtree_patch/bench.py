@@ -1,232 +1,306 @@
-"""`python -m kdtree_patch bench`: the kernel and SGLang's own on one GPU, in one run, beside what the hardware allows.
+"""`python -m kdtree_patch bench`: the kernel, SGLang's own and the peers on one GPU, in one run, beside what the
+hardware allows; and what can be said of it without a GPU.
 
-Times are those of `triton.testing.do_bench`, which writes over the L2 cache before each call: a model's 61 layers do
-not stay there. The floor of a shape is the larger of two times: the bytes it must move over the bandwidth of a large
-copy, and its floating-point operations over the rate of a large bf16 product, both measured in the same run.
+The floor of a shape is the larger of two times: the bytes it must move over the bandwidth of a large copy, and its
+floating-point operations over the rate of mma.sync on registers, both measured in the same run (`bench_shapes`,
+`bench_measure`). `--predict` is a paper model for other GPUs (`bench_predict`), `--host` the host's share of a call
+(`bench_host`), `--from` reads a stored run again (`bench_report`).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import inspect
 import json
-import platform
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdtree_patch import __version__
 from kdtree_patch.arguments import output_file
-from kdtree_patch.tiles import HEAD_DIM, LATENT
+from kdtree_patch.bench_shapes import PORTABLE_SHAPES, SHAPES, SWEEP, BenchError, Shape, parse_shape
 
 if TYPE_CHECKING:
-    import torch
+    from rich.console import Console
 
-SCALE = 0.14468
-# (bs, q_len, heads a rank, prefix)
-SHAPES = (
-    (1, 9, 8, 21),
-    (1, 9, 8, 1024),
-    (1, 9, 8, 4096),
-    (1, 9, 8, 16384),
-    (1, 9, 8, 65536),
-    (1, 9, 8, 131072),
-    (16, 9, 8, 4096),
-    (16, 9, 8, 16384),
-    (64, 9, 8, 4096),
-    (1, 64, 8, 16384),
-    (16, 9, 16, 8192),
-    (16, 9, 128, 4096),
-)
+CONFIGS = ("portable", "hopper")
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+REFERENCE_RUN = Path(__file__).resolve().parents[1] / "docs" / "results" / "h200.json"
+
+Step = Callable[[str], None]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="time the kernel and SGLang's own on this GPU",
-        description="Times one layer of verify attention in bf16 with a tree mask and scattered slots, our kernel and "
-        "SGLang's in one run, each checked against float64. Needs an NVIDIA GPU, and SGLang where Python finds it. "
+        help="time the kernel, SGLang's own and its peers on this GPU; predict other GPUs",
+        description="Times one layer of verify attention in bf16 with a tree mask and scattered slots: our kernel, "
+        "SGLang's, and FlashInfer's and FlashMLA's where they are installed, in one run, ours checked against float64. "
+        "Needs an NVIDIA GPU, and SGLang where Python finds it; --predict, --host and --from need neither. "
         "Exit status: 0 good, 1 a result was wrong, 2 wrong usage or no GPU.",
     )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--predict",
+        action="store_true",
+        help="a paper model of the portable configuration on other GPUs, from a run on an H200; needs no GPU",
+    )
+    mode.add_argument(
+        "--host",
+        action="store_true",
+        help="only the host's time for a routed call and a stock call; a GPU if there is one",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="F",
+        help="show this stored run instead of measuring; with --predict, start from it (docs/results/h200.json)",
+    )
+    parser.add_argument(
+        "--config",
+        choices=CONFIGS,
+        help="force this tile configuration. Default: the GPU's own, and then portable as well for most shapes",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parse_shape,
+        metavar="BS,Q_LEN,HEADS,PREFIX",
+        help="only these shapes, e.g. 1,9,8,4096",
+    )
+    what.add_argument(
+        "--sweep", action="store_true", help="also batch sizes 1 to 64 by prefixes 256 to 131072, for the plot"
+    )
     parser.add_argument("--json", type=output_file, metavar="F", help="also write the figures to this file")
+    parser.add_argument(
+        "--plot",
+        type=plot_file,
+        metavar="F",
+        help=f"also draw speed-up and percent of floor over the prefix length ({', '.join(PLOT_FORMATS)})",
+    )
     parser.set_defaults(run=run)
 
 
+def plot_file(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise argparse.ArgumentTypeError(f"{path} must end in one of {', '.join(PLOT_FORMATS)}")
+    return path
+
+
 def run(arguments: argparse.Namespace) -> int:
+    try:
+        check(arguments)
+        if arguments.predict:
+            return predict(arguments)
+        if arguments.host:
+            return host(arguments)
+        if arguments.source is not None:
+            return show(arguments)
+        return measure(arguments)
+    except BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """What argparse cannot: combinations that mean nothing, and packages that are missing. Before anything has run."""
+
+    def refuse(mode: str, **given: Any) -> None:
+        for option, value in given.items():
+            if value:
+                raise BenchError(f"{mode} and --{option} do not go together")
+
+    if arguments.predict:
+        refuse("--predict", plot=arguments.plot)
+        if arguments.config not in (None, "portable"):
+            raise BenchError(f"--predict knows the portable configuration alone, not {arguments.config}")
+    elif arguments.host:
+        options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
+        refuse("--host", **{"from": arguments.source}, **options)
+    elif arguments.source is not None:
+        options = dict(shapes=arguments.shapes, sweep=arguments.sweep, config=arguments.config, json=arguments.json)
+        refuse("--from without --predict", **options)
+    need("rich")
+    if arguments.plot is not None:
+        need("matplotlib", " for --plot")
+
+
+def need(package: str, purpose: str = "") -> None:
+    if find_spec(package) is None:
+        raise BenchError(
+            f"the package {package} is needed{purpose} and not installed in {sys.prefix}: pip install {package}, or "
+            "`make setup`, which installs requirements-dev.txt"
+        )
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command that makes the same figures again: without the files it writes, which are this machine's affair."""
+    words = ["python", "-m", "kdtree_patch", "bench"]
+    words += [f"--{name}" for name in ("predict", "host", "sweep") if getattr(arguments, name)]
+    if arguments.config is not None:
+        words += ["--config", arguments.config]
+    if arguments.shapes:
+        words += ["--shapes", *map(str, arguments.shapes)]
+    return shlex.join(words)
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def open_console(stderr: bool = False) -> Console:
+    """In a file or a pipe rich would assume 80 columns."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+
+
+# ---------------------------------------------------------------------------------------------------------- with a GPU
+
+
+def measure(arguments: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("bench: torch sees no NVIDIA GPU here, and there is nothing to time without one", file=sys.stderr)
-        return 2
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    from kdtree_patch.kernel import VerifyKernel
-
-    console = Console()
-    stock = stock_kernel()
-    kernel = VerifyKernel.load(torch.device("cuda", torch.cuda.current_device()))
-    ceilings = measure_ceilings()
-    rows = [
-        measure(shape, kernel, stock, ceilings) for shape in track(SHAPES, "measuring", console=Console(stderr=True))
-    ]
-    table = Table(title=f"{torch.cuda.get_device_name()}: us a layer, cold", box=None, padding=(0, 1))
-    for heading in ("bs", "q_len", "heads", "prefix", "stock", "ours", "warm", "floor", "% of floor", "times", "rel"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        ours, floor = row["kernel_cold_us"], row["floor_us"]
-        table.add_row(
-            *(str(row[name]) for name in ("bs", "q_len", "heads", "prefix", "stock_us", "kernel_cold_us")),
-            *(str(row["kernel_us"]), str(floor), f"{100 * floor / ours:.0f}", f"{row['stock_us'] / ours:.0f}"),
-            f"{row['rel']:.5f}",
+        raise BenchError(
+            "torch sees no NVIDIA GPU here, and there is nothing to time without one "
+            "(--predict, --host and --from need none)"
         )
-    console.print(table)
-    if arguments.json is not None:
-        document = dict(meta=about() | dict(ceilings=ceilings), rows=rows)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return int(any(not row["rel"] < 0.002 for row in rows))
+    from kdtree_patch import bench_host as host
+    from kdtree_patch import bench_measure as measuring
+
+    kernel = measuring.load_kernel(arguments.config)
+    own = measuring.config_of(kernel)
+    wanted = {
+        shape: [kernel] for shape in dict.fromkeys(arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ())))
+    }
+    if arguments.config is None and not arguments.shapes and own != "portable":
+        portable = measuring.load_kernel("portable")
+        for shape in PORTABLE_SHAPES:
+            wanted[shape] = [kernel, portable]
+    stock = measuring.stock_kernel()
+    rows: list[dict[str, Any]] = []
+    with progress(len(wanted) + 2) as step:
+        step("ceilings")
+        ceilings = measuring.measure_ceilings()
+        step("host time")
+        host_time = host.measure_host(kernel, stock)
+        rivals = measuring.Rivals(stock, say)
+        for shape, kernels in wanted.items():
+            step(f"bs {shape.bs}, q_len {shape.q_len}, {shape.heads} heads, prefix {shape.prefix:,}")
+            try:
+                rows += measuring.measure_shape(shape, kernels, rivals, ceilings)
+            except torch.cuda.OutOfMemoryError:
+                say(f"{shape} is left out: it does not fit into this GPU's memory")
+            torch.cuda.empty_cache()
+    rows.sort(key=lambda row: row["config"] != own)  # the forced configuration's rows below the GPU's own
+    document = dict(meta=measuring.about(command_of(arguments)) | dict(ceilings=ceilings, host=host_time), rows=rows)
+    # The file first: it has taken minutes, and nothing that goes wrong with a picture shall cost it.
+    write_json(arguments.json, document)
+    return present(document, arguments.plot)
 
 
-def stock_kernel() -> Callable[..., Any] | None:
-    """SGLang's `extend_attention_fwd`, or None with a word about it if this interpreter has no SGLang."""
+def say(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Step]:
+    """A bar on a terminal; elsewhere a line for each step, so that a log shows how far a run has come."""
+    console = open_console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=steps, completed=-1)
+
+            def advance(what: str) -> None:
+                bar.update(task, advance=1, description=what)
+
+            yield advance
+            advance("done")
+    else:
+        done = 0
+
+        def line(what: str) -> None:
+            nonlocal done
+            done += 1
+            say(f"[{done}/{steps}] {what}")
+
+        yield line
+
+
+def present(document: dict[str, Any], picture: Path | None) -> int:
+    from kdtree_patch import bench_report as report
+
+    console = open_console()
+    console.print(report.run_table(document))
+    if peers := report.peers_line(document):
+        console.print(peers)
+    console.print(report.ceilings_line(document["meta"]["ceilings"]))
+    if "host" in document["meta"]:
+        console.print(report.host_table(document["meta"]["host"]))
+    if picture is not None:
+        report.plot(document, picture)
+        console.print(f"plot: {picture}", markup=False)
+    wrong = [row for row in document["rows"] if report.wrong(row)]
+    for row in wrong:
+        say(f"WRONG: {report.shape_of(row)} {row['config']}: rel {row['rel']} is not below {report.REL_LIMIT}")
+    return int(bool(wrong))
+
+
+# ------------------------------------------------------------------------------------------------------- without a GPU
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from kdtree_patch.bench_report import read_run
+
+    return present(read_run(arguments.source), arguments.plot)
+
+
+def host(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from kdtree_patch import bench_host, bench_measure, bench_report
+
+    on_gpu = torch.cuda.is_available()
+    kernel = bench_measure.load_kernel(arguments.config) if on_gpu else bench_host.kernel_without_gpu()
+    stock = bench_measure.stock_kernel() if on_gpu else None
+    figures = bench_host.measure_host(kernel, stock)
+    open_console().print(bench_report.host_table(figures))
+    write_json(arguments.json, dict(meta=bench_measure.about(command_of(arguments)) | dict(host=figures), rows=[]))
+    return 0
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    from kdtree_patch import bench_predict, bench_report
+
+    source = arguments.source or REFERENCE_RUN
+    reference = bench_report.read_run(source)
+    shapes: Sequence[Shape] = arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ()))
     try:
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-    except ImportError:
-        try:
-            from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-        except ImportError as error:
-            print(f"bench: SGLang cannot be imported ({error}); only our kernel is timed", file=sys.stderr)
-            return None
-    return extend_attention_fwd
-
-
-def measure_ceilings() -> dict[str, float]:
-    """What this GPU does on the two things the kernel is made of: TB/s of a copy (read and written), bf16 TFLOP/s."""
-    import torch
-    from triton.testing import do_bench
-
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
-    matrix = torch.randn(8192, 8192, device="cuda").bfloat16()
-    product_ms = do_bench(lambda: matrix @ matrix, return_mode="median")
-    return dict(copy_tb_s=round(2 * 2**31 / copy_ms / 1e9, 2), product_tflops=round(2 * 8192**3 / product_ms / 1e9))
-
-
-def inputs(bs: int, q_len: int, heads: int, prefix: int) -> dict[str, torch.Tensor]:
-    """N(0, 1) inputs of one verify call, by the names of `VerifyKernel.launch`: scattered slots, random trees."""
-    import torch
-
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
-
-    steps = torch.arange(bs + 1, device="cuda")
-    mask = torch.ones(bs, q_len, prefix + q_len, dtype=torch.bool, device="cuda")
-    drafts = torch.rand(bs, q_len, q_len, device="cuda", generator=generator) > 0.5
-    mask[:, :, prefix:] = drafts.tril() | torch.eye(q_len, dtype=torch.bool, device="cuda")
-    slots = bs * prefix
-    return dict(
-        q=normal(bs * q_len, heads, HEAD_DIM),
-        k_extend=normal(bs * q_len, 1, HEAD_DIM),
-        out=torch.full((bs * q_len, heads, LATENT), torch.nan, device="cuda", dtype=torch.bfloat16),
-        kv_pool=normal(slots + 64, 1, HEAD_DIM),
-        qo_indptr=(steps * q_len).int(),
-        kv_indptr=(steps * prefix).int(),
-        kv_indices=torch.randperm(slots + 64, device="cuda", generator=generator)[:slots],
-        custom_mask=mask.flatten(),
-        mask_indptr=steps * q_len * (prefix + q_len),
+        predicted = bench_predict.predict(reference, tuple(dict.fromkeys(shapes)))
+    except BenchError as error:
+        raise BenchError(f"{source}: {error}") from error
+    origin = {name: reference["meta"][name] for name in ("command", "gpu", "date")} | {"file": source.name}
+    meta = dict(
+        kind="prediction", command=command_of(arguments), date=datetime.date.today().isoformat(), reference=origin
     )
-
-
-def measure(
-    shape: tuple[int, int, int, int], kernel: Any, stock: Callable[..., Any] | None, ceilings: dict[str, float]
-) -> dict[str, Any]:
-    """One row of the result, as the benchmark's JSON has it."""
-    import torch
-    from triton.testing import do_bench
-
-    bs, q_len, heads, prefix = shape
-    call = inputs(*shape)
-
-    def ours() -> None:
-        kernel.launch(**call, q_len=q_len, scale=SCALE)
-
-    ours()
-    rel = error_of_first_request(call, q_len, prefix)
-    cold_us = do_bench(ours, warmup=50, rep=200, return_mode="median") * 1e3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            ours()
-    warm_us = do_bench(graph.replay, warmup=20, rep=100, return_mode="median") * 1e3 / 10
-    stock_us = float("nan")
-    if stock is not None:
-        run = bind_stock(stock, call, torch.empty_like(call["out"]), q_len, SCALE)
-        run()
-        stock_us = do_bench(run, warmup=50, rep=200, return_mode="median") * 1e3
-    row_bytes = 2 * HEAD_DIM
-    moved = bs * (prefix + q_len) * row_bytes + bs * q_len * heads * 2 * (HEAD_DIM + LATENT)
-    operations = 2 * bs * q_len * heads * (prefix + q_len) * (HEAD_DIM + LATENT)
-    floor_us = max(moved / ceilings["copy_tb_s"], operations / ceilings["product_tflops"]) / 1e6
-    return dict(
-        **dict(bs=bs, q_len=q_len, heads=heads, prefix=prefix, kv_dtype="bfloat16", config="portable"),
-        **dict(kernel_us=round(warm_us, 1), kernel_cold_us=round(cold_us, 1), stock_us=round(stock_us, 1)),
-        **dict(floor_us=round(floor_us, 2), rel=round(rel, 6), peers={}),
-    )
-
-
-def bind_stock(
-    stock: Callable[..., Any], call: Mapping[str, Any], out: torch.Tensor, q_len: int, scale: float
-) -> Callable[[], None]:
-    """SGLang's kernel on the tensors of a call, by name: the order of its parameters changed between releases."""
-    latent = call["k_extend"][..., :LATENT].contiguous()
-    arguments: dict[str, Any] = dict(
-        q_extend=call["q"],
-        k_extend=call["k_extend"],
-        v_extend=latent,
-        o_extend=out,
-        k_buffer=call["kv_pool"],
-        v_buffer=call["kv_pool"][..., :LATENT],
-        is_causal=True,
-        max_len_extend=q_len,
-        sm_scale=scale,
-        **{name: call[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")},
-    )
-    if "k_scale" in inspect.signature(stock).parameters:
-        arguments |= dict(k_scale=1.0, v_scale=1.0)
-    return lambda: stock(**arguments)
-
-
-def error_of_first_request(call: dict[str, torch.Tensor], q_len: int, prefix: int) -> float:
-    """rel of the first request's output to float64."""
-    import torch
-
-    keys = torch.cat([call["kv_pool"][call["kv_indices"][:prefix]], call["k_extend"][:q_len]]).squeeze(1).double()
-    visible = call["custom_mask"][: q_len * (prefix + q_len)].view(q_len, 1, prefix + q_len)
-    scores = torch.einsum("qhd,kd->qhk", call["q"][:q_len].double(), keys) * SCALE
-    right = torch.einsum("qhk,kd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), keys[:, :LATENT])
-    return float((call["out"][:q_len].double() - right).norm() / right.norm())
-
-
-def about() -> dict[str, Any]:
-    import cupy
-    import torch
-    import triton
-
-    return dict(
-        command="python -m kdtree_patch bench",
-        gpu=torch.cuda.get_device_name(),
-        date=datetime.date.today().isoformat(),
-        versions=dict(
-            kdtree_patch=__version__,
-            torch=torch.__version__,
-            triton=triton.__version__,
-            cupy=cupy.__version__,
-            sglang=getattr(sys.modules.get("sglang"), "__version__", None),
-            python=platform.python_version(),
-        ),
-    )
+    document = dict(meta=meta, **predicted)
+    console = open_console()
+    for table in bench_report.prediction_tables(document):
+        console.print(table)
+        console.print()
+    for line in bench_report.model_lines(document):
+        console.print(line, markup=False)
+    write_json(arguments.json, document)
+    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kdtree_patch.bench import bind_stock, stock_kernel
+from kdtree_patch.bench_measure import bind_stock, stock_kernel
 from tests.support.cases import Case
 
 
