@@ -20,6 +20,7 @@ from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
 from deploy.host.release import drop_in_text, manifests
 from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as
+from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
 # wrapt and cupy unpacked, the archive they come in, and the kernels.
@@ -225,6 +226,10 @@ def _reserved(seen: Look, report: Report) -> None:
             )
         else:
             report.find(f"{name}={value} comes from an EnvironmentFile= of the unit: remove it there")
+    try:
+        Settings.from_environ(facts["kdtree"])
+    except SettingError as error:
+        report.find(f"every worker would decline: {error}")
     for path in seen.unit.files():
         later = path.name > DROP_IN and path.suffix == ".conf"
         if later and (names := sorted(set(look.RESERVED) & set(environment_of([path.read_text()])))):

@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
-import json
 import os
 import platform
 import runpy
@@ -84,8 +83,11 @@ def _contract() -> dict[str, Any]:
         return {"sglang": _version("sglang"), "violations": None, "import_error": detail}
 
 
-def doctor(release: Path, targets: list[str], free_bytes: int) -> dict[str, Any]:
-    """Findings about a release, as a worker would meet it; an empty list means that it may be switched to."""
+def doctor(release: Path, targets: list[str], free_bytes: int, check_contract: bool) -> dict[str, Any]:
+    """Findings about a release, as a worker would meet it; an empty list means that it may be switched to.
+
+    A preflight has just checked the contract of a release that is being deployed; that of an older one is checked here.
+    """
     findings: list[str] = []
     done: list[str] = []
     if not any(type(finder).__name__ == "KdtreePackageFinder" for finder in sys.meta_path):
@@ -97,9 +99,12 @@ def doctor(release: Path, targets: list[str], free_bytes: int) -> dict[str, Any]
     sys.path.append(str(release / "vendor"))  # where sitecustomize.py puts it when the backend is imported
     try:
         done += _import_what_a_worker_needs(release)
-        done += _compile(targets, findings)
-        if not findings:
-            done += _self_test(release, free_bytes, findings)
+        done += _compile(targets)
+        done += _self_test(release, free_bytes, findings)
+        if check_contract:
+            facts = _contract()
+            findings += facts["violations"] or ([facts["import_error"]] if "import_error" in facts else [])
+            done.append(f"contract checked against SGLang {facts['sglang']}")
     except BaseException as error:
         findings.append(" ".join(f"{type(error).__name__}: {error}".split())[:1000])
     return {"findings": findings, "done": done}
@@ -140,18 +145,17 @@ def _command(*words: str) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-def _compile(targets: list[str], findings: list[str]) -> list[str]:
-    status, output = _command("compile", "--json", "--arch", *targets)
-    report: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        report = json.loads(output[output.index("{") :])
-    if status != 0:
-        findings += report.get("findings") or [f"compile ended with status {status}: {' '.join(output.split())[:500]}"]
-    return [
-        f"compiled for {target['target']} in {target['seconds']} s: {target['path']}"
-        for target in report.get("targets", [])
-        if "path" in target
-    ]
+def _compile(targets: list[str]) -> list[str]:
+    """What a worker does before it loads the kernel, for every kind of GPU here; what is cached already stays."""
+    from kdtree_patch import compile as compiling
+    from kdtree_patch.settings import Settings
+
+    cache_dir = Settings.from_environ(os.environ).cache_dir
+    paths = [compiling.cached_binary(target, cache_dir) for target in targets]
+    for path in paths:
+        if path.parent != cache_dir:
+            raise RuntimeError(f"the kernel went into {path.parent}, because {cache_dir} cannot be used")
+    return [f"kernel for {target}: {path}" for target, path in zip(targets, paths, strict=True)]
 
 
 def _self_test(release: Path, free_bytes: int, findings: list[str]) -> list[str]:

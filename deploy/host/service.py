@@ -25,7 +25,7 @@ PREFIX = "[kdtree] "
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 # After /health: for the lines that are still on their way, and for the first answer, which may compile something.
-_LINES_SECONDS = 30.0
+_LINES_SECONDS = 10.0
 _GENERATE_SECONDS = 180.0
 # rel of a validated layer: bf16 rounds to about 2e-3, and a wrong answer is near 1.
 REL_LIMIT = 0.02
@@ -194,8 +194,8 @@ class Start:
             raise Failed(f"{self.unit.name} ended while it was starting ({active}, {result})")
 
     def _check_lines(self) -> None:
-        for line in self.journal.ours("declined "):
-            if line.text.endswith("the service runs stock"):
+        for line in self.journal.lines:
+            if _DECLINED.match(line.text):
                 raise Failed(f"a worker declined: {line.text}")
 
     def confirm(self, workers: int, command: Command, settings: dict[str, Any], say: Say) -> None:
@@ -249,4 +249,5 @@ class Start:
             self.journal.read()
 
 
+_DECLINED = re.compile(r"\[kdtree\] (ERROR )?declined .*the service runs stock$")
 _LAYER = re.compile(r"^\[kdtree\] L\d+ .*\brel=(\S+)")

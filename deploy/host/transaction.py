@@ -141,6 +141,7 @@ class Transaction:
             "release": str(folder),
             "targets": targets,
             "free_bytes": max(gpu.free_bytes for gpu in found),
+            "contract": self.order["action"] != "deploy",
         }
         entries = f"{folder}:{self.seen.python_path}" if self.seen.python_path else str(folder)
         variables = self.seen.variables() | {
