@@ -82,6 +82,7 @@ def host_code() -> bytes:
             for path in sorted((REPO / folder).glob("*.py")):
                 if folder != "deploy" or path.name == "__init__.py":
                     archive.write(path, f"{folder}/{path.name}")
+        archive.writestr("__main__.py", "from deploy.host.main import main\n\nmain()\n")
     return buffer.getvalue()
 
 

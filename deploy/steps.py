@@ -19,7 +19,6 @@ from pyinfra.operations import files
 from deploy import bundle
 from deploy.bundle import BundleError, Source
 from deploy.host import wire
-from deploy.host.preflight import RUNNING
 from deploy.options import Host, Options, operator
 from deploy.remote import ConnectionLost, Remote, RemoteError
 
@@ -169,12 +168,8 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
         "prefix": options.prefix,
         "timeout": options.timeout,
         "by": operator(),
-        "lock": RUNNING,
     }
-    launched = remote.ask("launch", order)
-    if "busy" in launched:
-        raise Stop(f"somebody else is at work on {remote.host} ({launched['busy']}): wait for it, or see `make status`")
-    result = follow(remote, launched["token"])
+    result = follow(remote, remote.ask("launch", order)["token"])
     if not result["ok"]:
         for line in result.get("lines", []):
             say(f"    | {line}")
@@ -185,7 +180,7 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
     """Prints the lines of a transaction as they come, until its result, however often the connection breaks."""
     shown = 0
     lost_since: float | None = None
-    command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {RUNNING}"
+    command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
     while True:
         try:
             _, output, _ = remote.run(command)

@@ -19,13 +19,12 @@ from deploy.host import gpus, look, service, wire
 from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
 from deploy.host.release import drop_in_text, manifests
-from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as
+from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
 from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
 # wrapt and cupy unpacked, the archive they come in, and the kernels.
 DISK_BYTES = 1 << 30
-RUNNING = "kdtree-deploy.service"
 _JOURNAL = ("journal", "journal+console", "syslog", "syslog+console", "kmsg", "kmsg+console", "inherit")
 
 
@@ -92,9 +91,9 @@ def _system() -> str:
 
 
 def _somebody_else(report: Report) -> None:
-    state = run("systemctl", "show", "--property=ActiveState,Description", "--value", RUNNING, check=False).split("\n")
-    if any(line in ("active", "activating", "deactivating") for line in state):
-        report.find(f"another deployment is under way on this host ({' '.join(state).strip()}): see `make status`")
+    under_way = transactions()
+    if under_way:
+        report.find(f"somebody else is at work on this host ({'; '.join(under_way)}): see `make status`")
 
 
 def _alike(name: str) -> str:

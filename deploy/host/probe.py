@@ -126,7 +126,10 @@ def _import_what_a_worker_needs(release: Path) -> list[str]:
     import wrapt
 
     cupy = compiling.import_cupy(settings.cache_dir)
-    return [f"wrapt {_version('wrapt')} from {wrapt.__file__}", f"cupy {cupy.__version__} from {cupy.__file__}"]
+    return [
+        f"wrapt {getattr(wrapt, '__version__', '')} from {wrapt.__file__}",
+        f"cupy {cupy.__version__} from {cupy.__file__}",
+    ]
 
 
 def _command(*words: str) -> tuple[int, str]:

@@ -10,9 +10,8 @@ from typing import Any
 from deploy.host import look, release, service
 from deploy.host.command import Refused
 from deploy.host.look import Look
-from deploy.host.preflight import RUNNING
 from deploy.host.service import Journal
-from deploy.host.systemd import SystemdError, Unit, run
+from deploy.host.systemd import SystemdError, Unit, transactions
 
 _LOG_LINES = 200
 
@@ -29,9 +28,7 @@ def status(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) -> None:
-    under_way = run("systemctl", "show", "--property=Description,ActiveState", RUNNING, check=False)
-    if "ActiveState=active" in under_way or "ActiveState=activating" in under_way:
-        facts.append(["under way", under_way.split("Description=")[-1].splitlines()[0]])
+    facts += [["under way", text] for text in transactions()]
     unit = Unit(order["unit"])
     if not unit.exists:
         raise Refused(f"there is no unit {unit.name} here")

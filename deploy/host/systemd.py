@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 BUS = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
+# Before the name of each transaction's transient unit.
+TRANSACTION = "kdtree-deploy-"
 DROP_IN = "50-kdtree.conf"
 UNITS = Path("/etc/systemd/system")
 
@@ -185,7 +187,7 @@ def run_as(unit: Unit, variables: Mapping[str, str], *words: str, stdin: str, ti
             settings.append(f"--property={name}={unit[name].replace('!', '-', 1)}")
     for path, optional in unit["EnvironmentFiles"]:
         settings.append(f"--property=EnvironmentFile={'-' if optional else ''}{path}")
-    settings.append(f"--property=RuntimeMaxSec={timeout:.0f}")
+    settings += [f"--property=RuntimeMaxSec={timeout:.0f}", f"--description=kdtree_patch looks at {unit.name}"]
     command = [
         "systemd-run",
         "--quiet",
@@ -201,6 +203,13 @@ def run_as(unit: Unit, variables: Mapping[str, str], *words: str, stdin: str, ti
         command, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout + 30, check=False
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def transactions() -> list[str]:
+    """The descriptions of the transactions that are under way on this host."""
+    states = "--state=active,activating,deactivating"
+    words = ("systemctl", "list-units", "--plain", "--no-legend", "--full", "--no-pager", states, f"{TRANSACTION}*")
+    return [line.split(None, 4)[-1] for line in run(*words, check=False).splitlines() if line.strip()]
 
 
 def reload_manager() -> None:

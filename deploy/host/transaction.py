@@ -1,13 +1,14 @@
 """A change of one unit, from the release in place to the service confirmed, or back to where it was.
 
 It runs on the host as a transient unit of its own, so that a connection that breaks, or an operator who goes home, does
-not stop it half way. That unit's name is the lock: systemd starts no second one. Before the service is touched, what it
+not stop it half way. Before the service is touched, what it
 ran before is written to `pending.json`, which goes when the outcome is certain; a transaction that finds one, because
 the host itself went down in between, first puts back what it says.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -296,6 +297,12 @@ def run_order(order: dict[str, Any]) -> int:
     os.umask(0o022)
     code = Path(order["code"])
     try:
+        lock = lock_the_host()
+    except Busy as busy:
+        code.unlink(missing_ok=True)
+        wire.say({"ok": False, "reason": str(busy), "lines": []})
+        return 1
+    try:
         transaction = Transaction(order)
         getattr(transaction, order["action"])()
         result: dict[str, Any] = {"ok": True}
@@ -305,27 +312,42 @@ def run_order(order: dict[str, Any]) -> int:
         traceback.print_exc()
         result = {"ok": False, "reason": f"{type(error).__name__}: {error}", "lines": []}
     code.unlink(missing_ok=True)
+    os.close(lock)
     wire.say(result)
     return 0 if result["ok"] else 1
 
 
+class Busy(Exception):
+    """Somebody else is changing this host; the message says who."""
+
+
+def lock_the_host() -> int:
+    """One transaction at a time. The lock is on the folder that transactions write to: there is no lock file to be left
+    behind, and the kernel lets go of it when the process ends, however it does.
+    """
+    lock = os.open(systemd.UNITS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        others = systemd.transactions()
+        raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
+    return lock
+
+
 def launch(order: dict[str, Any]) -> dict[str, Any]:
-    """Starts a transaction and returns at once: its name in the journal, or that another one is running."""
-    token = f"kdtree-{os.urandom(6).hex()}"
+    """Starts a transaction and returns at once with its name, as a unit and in the journal."""
+    token = f"{systemd.TRANSACTION}{os.urandom(6).hex()}"
     code = Path(f"/run/{token}.pyz")
     descriptor = os.open(code, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(wire.own_zip())
-    program = f"import sys; sys.path.insert(0, {str(code)!r}); from deploy.host.main import main; main()"
-    words = ["systemd-run", "--quiet", "--collect", f"--unit={order['lock']}", f"--property=SyslogIdentifier={token}"]
+    words = ["systemd-run", "--quiet", "--collect", f"--unit={token}", f"--property=SyslogIdentifier={token}"]
     words += [f"--description={order['action']} of {order['unit']} by {order['by']}"]
-    words += ["--", sys.executable, "-I", "-c", program, "transaction", wire.packed({**order, "code": str(code)})]
+    words += ["--", sys.executable, "-I", str(code), "transaction", wire.packed({**order, "code": str(code)})]
     try:
         systemd.run(*words)
-    except SystemdError as error:
+    except SystemdError:
         code.unlink(missing_ok=True)
-        if "already" in str(error):
-            running = systemd.run("systemctl", "show", "--property=Description", "--value", order["lock"], check=False)
-            return {"busy": running.strip()}
         raise
     return {"token": token}

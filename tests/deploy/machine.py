@@ -279,7 +279,8 @@ class Service:
         return self.machine.ssh(f"systemctl show -p InvocationID --value {self.unit}").stdout.strip()
 
     def transaction_is_over(self) -> bool:
-        return self.machine.ssh("systemctl is-active kdtree-deploy.service", check=False).stdout.strip() == "inactive"
+        words = "systemctl list-units --no-legend --state=active,activating,deactivating 'kdtree-deploy-*'"
+        return not self.machine.ssh(words).stdout.strip()
 
 
 class Checkout:

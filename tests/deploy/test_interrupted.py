@@ -58,7 +58,7 @@ class Scene:
         records = f"/opt/kdtree/units/{self.service.unit}"
         assert json.loads(self.host.read(f"{records}/state.json") or "{}")["release"] == release
         assert self.host.read(f"{records}/pending.json") is None
-        assert self.host.ssh("ls /run | grep kdtree-", check=False).stdout == ""
+        assert self.host.ssh("ls /run | grep kdtree", check=False).stdout == ""
 
     def until(self, process: subprocess.Popen[str], line: str) -> str:
         """Reads what an operator sees until a line comes."""
@@ -167,7 +167,7 @@ def test_host_that_dies_in_the_middle(scene: Scene, again: str) -> None:
     scene.service.set_faults(f"never-ready@{release}")
     process = scene.operator.start("deploy", scene.service.unit)
     scene.until(process, "no answer on /health; last line: server_args")
-    scene.host.ssh("systemctl kill --signal=KILL kdtree-deploy.service")
+    scene.host.ssh("systemctl kill --signal=KILL 'kdtree-deploy-*'")
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1 and "run the same command again" in output
     assert "cut off" in scene.bad("status")
@@ -187,7 +187,7 @@ def test_two_operators_at_once(scene: Scene) -> None:
     status, output = scene.operator.run("undeploy", scene.service.unit)
     assert status == 1 and "somebody else is at work" in output and f"deploy of {scene.service.unit}" in output
     status, output = scene.operator.run("deploy", scene.service.unit)
-    assert status == 1 and ("another deployment is under way" in output or "somebody else is at work" in output)
+    assert status == 1 and "somebody else is at work" in output
     rest = first.communicate(timeout=120)[0]
     assert first.returncode == 0, rest
     scene.assert_whole(release)
