@@ -40,7 +40,7 @@ test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
 
 test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (root, Debian)
 	@PYTHON="$(PYTHON)" deploy/setup.sh
-	$(BIN)/python -m pytest -m deploy $(ARGS)
+	$(BIN)/python -m pytest -m deploy -n 2 $(ARGS)
 
 deploy: ## onto a host: HOST=root@h1 UNIT=sglang [HOSTS="…"] [MODE=shadow] [PREFIX=/opt/kdtree] [TIMEOUT=1200] [DRY_RUN=1]
 	$(DEPLOY) deploy

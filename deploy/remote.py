@@ -23,6 +23,8 @@ _FIND_PYTHON = (
     "for p in /usr/bin/python3 /usr/local/bin/python3 /usr/libexec/platform-python; do "
     "$p -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $p && exit 0; done; exit 1"
 )
+# The longest that is asked of a host in one command is a preflight, which imports SGLang.
+_LIMIT = 900
 
 
 class ConnectionLost(Exception):
@@ -56,13 +58,14 @@ class Remote:
             self._state = None
             raise ConnectionLost(f"ssh to {self.host}: {_last_error() or error}") from error
 
-    def run(self, command: str, stdin: str | None = None) -> tuple[bool, str, str]:
+    def run(self, command: str, stdin: str | None = None, timeout: int = _LIMIT) -> tuple[bool, str, str]:
         """Whether a command succeeded, its standard output and its standard error. `command` goes through a shell: it
-        is made of constants and of words that options.py or wire.packed has made harmless.
+        is made of constants and of words that options.py or wire.packed has made harmless. A connection on which
+        nothing has come for `timeout` seconds counts as lost.
         """
         host = self._connected()
         try:
-            good, output = host.run_shell_command(StringCommand(command), _stdin=stdin)
+            good, output = host.run_shell_command(StringCommand(command), _stdin=stdin, _timeout=timeout)
         except (SSHException, OSError, EOFError, ConnectError) as error:
             self._state = None
             raise ConnectionLost(f"ssh to {self.host}: {error}") from error

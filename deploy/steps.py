@@ -23,6 +23,7 @@ from deploy.options import Host, Options, operator
 from deploy.remote import ConnectionLost, Remote, RemoteError
 
 _POLL_SECONDS = 1.0
+_POLL_LIMIT = 60
 # How long a lost connection is tried again while a transaction goes on without it.
 _RECONNECT_SECONDS = 300.0
 
@@ -81,8 +82,12 @@ def deploy(options: Options) -> None:
     if options.dry_run:
         say("dry run: nothing has been changed")
         return
-    for target in targets:
-        deploy_one(target, options, source)
+    for index, target in enumerate(targets):
+        try:
+            deploy_one(target, options, source)
+        except (Stop, BundleError, RemoteError, ConnectionLost) as error:
+            rest = ", ".join(str(later.host) for later in targets[index + 1 :])
+            raise Stop(f"{error}" + (f"; not begun: {rest}" if rest else "")) from error
 
 
 def preflight(host: Host, options: Options, source: Source) -> Target:
@@ -169,7 +174,11 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
         "timeout": options.timeout,
         "by": operator(),
     }
-    result = follow(remote, remote.ask("launch", order)["token"])
+    try:
+        token = remote.ask("launch", order)["token"]
+    except ConnectionLost as error:
+        raise ConnectionLost(f"{error}; the host may have begun: see `make status`, or run the same again") from error
+    result = follow(remote, token)
     if not result["ok"]:
         for line in result.get("lines", []):
             say(f"    | {line}")
@@ -183,7 +192,7 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
     command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
     while True:
         try:
-            _, output, _ = remote.run(command)
+            _, output, _ = remote.run(command, timeout=_POLL_LIMIT)
             lost_since = None
         except ConnectionLost as error:
             if lost_since is None:

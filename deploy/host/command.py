@@ -174,7 +174,9 @@ def _through_env(words: list[str], overrides: dict[str, str]) -> list[str]:
         elif word in ("-C", "--chdir"):
             at += 2
         elif word in ("-S", "--split-string"):
-            return shlex.split(words[at + 1] if at + 1 < len(words) else "") + words[at + 2 :]
+            words, at = shlex.split(" ".join(words[at + 1 : at + 2])) + words[at + 2 :], 0
+        elif word.startswith("-S"):
+            words, at = shlex.split(word[2:]) + words[at + 1 :], 0
         elif word == "--" or word.startswith("-"):
             at += 1
         elif _ASSIGNMENT.match(word):

@@ -28,7 +28,7 @@ def _answer(command: str, order: dict) -> dict:
     if command == "probe":
         from deploy.host import probe
 
-        return probe.probe()
+        return probe.probe(order["hide_gpus"])
     if command == "doctor":
         from deploy.host import probe
 

@@ -71,6 +71,8 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     if report.findings:
         return
     seen = Look(unit, Path(order["prefix"]))
+    if seen.reads_stale and seen.pending is None:
+        report.find("its files have changed since systemd read them: look at them, then run systemctl daemon-reload")
     user = unit.user
     command = seen.command()
     _command(command, seen, report)
@@ -106,8 +108,6 @@ def _alike(name: str) -> str:
 def _unit(unit: Unit, report: Report) -> None:
     state = unit.state()
     report.fact("unit", f"{unit.name}, {state.active} ({state.sub}), {unit['FragmentPath'] or 'no file of its own'}")
-    if unit["NeedDaemonReload"]:
-        report.find("its files have changed since systemd read them: look at them, then run systemctl daemon-reload")
     if unit["DynamicUser"]:
         report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
     if unit["RootDirectory"] or unit["RootImage"]:
@@ -181,13 +181,9 @@ def _gpus(command: Command, report: Report) -> None:
 
 
 def _probe(command: Command, seen: Look, report: Report) -> None:
-    words = [command.interpreter, "-c", wire.LOADER, "probe"]
-    archive = wire.as_line(wire.own_zip())
-    status, output, error = run_as(seen.unit, seen.variables(), *words, stdin=archive, timeout=PROBE_SECONDS)
-    facts = wire.answer_in(output)
-    if facts is None:
-        last = " ".join((error.strip().splitlines() or [f"status {status}"])[-1].split())
-        raise Refused(f"{command.interpreter} cannot be asked as {seen.unit.user.pw_name}: {last}")
+    facts = _ask(command, seen, hide_gpus=True)
+    if facts["violations"] is None:  # perhaps this SGLang cannot be imported without seeing a GPU
+        facts = _ask(command, seen, hide_gpus=False)
     report.data["probe"] = facts
     report.fact("Python", f"{facts['implementation']} {facts['version']}, {facts['abi']}, {' '.join(facts['libc'])}")
     report.fact("torch", f"{facts['torch']}, CUDA {facts['cuda']}; numpy {facts['numpy']}")
@@ -206,6 +202,17 @@ def _probe(command: Command, seen: Look, report: Report) -> None:
         report.fact("SGLang", f"{facts['sglang']}, passes the contract")
     report.fact("PYTHONPATH", facts["python_path"] or "not set")
     report.fact("sitecustomize", facts["sitecustomize"] or "none")
+
+
+def _ask(command: Command, seen: Look, hide_gpus: bool) -> dict[str, Any]:
+    words = [command.interpreter, "-c", wire.LOADER, "probe", wire.packed({"hide_gpus": hide_gpus})]
+    archive = wire.as_line(wire.own_zip())
+    status, output, error = run_as(seen.unit, seen.variables(), *words, stdin=archive, timeout=PROBE_SECONDS)
+    facts = wire.answer_in(output)
+    if facts is None:
+        last = " ".join((error.strip().splitlines() or [f"status {status}"])[-1].split())
+        raise Refused(f"{command.interpreter} cannot be asked as {seen.unit.user.pw_name}: {last}")
+    return facts
 
 
 def _reserved(seen: Look, report: Report) -> None:

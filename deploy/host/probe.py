@@ -25,8 +25,8 @@ BACKEND = "sglang.srt.layers.attention.triton_backend"
 SELFTEST_BYTES = 2 << 30
 
 
-def probe() -> dict[str, Any]:
-    """What this interpreter is. Imports SGLang's backend with the GPUs hidden: the service may be using all of them."""
+def probe(hide_gpus: bool) -> dict[str, Any]:
+    """What this interpreter is. It imports SGLang's backend, better with the GPUs hidden: the service is using them."""
     major, minor = sys.version_info[:2]
     threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     facts: dict[str, Any] = {
@@ -46,7 +46,7 @@ def probe() -> dict[str, Any]:
         "have": {name: _version(*names) for name, names in _BUNDLED.items()},
     }
     facts.update(_torch())
-    facts.update(_contract())
+    facts.update(_contract(hide_gpus))
     return facts
 
 
@@ -69,9 +69,10 @@ def _torch() -> dict[str, Any]:
     return {"torch": values.get("__version__"), "cuda": values.get("cuda")}
 
 
-def _contract() -> dict[str, Any]:
+def _contract(hide_gpus: bool) -> dict[str, Any]:
     """The violations, or why they could not be found out."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hide_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         from kdtree_patch import contract
 
@@ -102,7 +103,7 @@ def doctor(release: Path, targets: list[str], free_bytes: int, check_contract: b
         done += _compile(targets)
         done += _self_test(release, free_bytes, findings)
         if check_contract:
-            facts = _contract()
+            facts = _contract(hide_gpus=True)
             findings += facts["violations"] or ([facts["import_error"]] if "import_error" in facts else [])
             done.append(f"contract checked against SGLang {facts['sglang']}")
     except BaseException as error:

@@ -228,7 +228,7 @@ def stop(name: str) -> None:
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     """The old file or the new one, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = half_written(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), mode)
@@ -237,6 +237,11 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def half_written(path: Path) -> Path:
+    """What `write_whole` leaves behind if it is killed."""
+    return path.with_name(f".{path.name}.new")
 
 
 def sync_folder(folder: Path) -> None:

@@ -36,6 +36,10 @@ class Transaction:
         self.prefix = Path(order["prefix"])
         self.timeout = float(order["timeout"])
         self.seen = Look(Unit(order["unit"]), self.prefix)
+        if self.seen.reads_stale and self.seen.pending is None:
+            raise Refused(
+                f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
+            )
         self.must_restart = False
         self._step = ""
 
@@ -110,7 +114,11 @@ class Transaction:
             if archive is not None:
                 archive.unlink(missing_ok=True)
         self.switch(name, mode, text, command, rolled_back)
-        gone = release.prune(place)
+        try:
+            gone = release.prune(place)
+        except OSError as error:  # no reason to call a confirmed deployment failed
+            gone = []
+            self.say(f"old releases could not be removed: {error}")
         if gone:
             self.say(f"old releases removed: {', '.join(gone)}")
 
@@ -151,7 +159,7 @@ class Transaction:
             "KDTREE_CACHE_DIR": str(release.cache_of(folder, user.pw_uid)),
         }
         words = [command.interpreter, "-c", wire.LOADER, "doctor", wire.packed(order)]
-        archive = wire.as_line(Path(self.order["code"]).read_bytes())
+        archive = wire.as_line(self.order["code"])
         status, output, error = run_as(self.unit, variables, *words, stdin=archive, timeout=DOCTOR_SECONDS)
         answer = wire.answer_in(output)
         if answer is None:
@@ -173,27 +181,29 @@ class Transaction:
             self.step("confirm")
             level = self.seen.own.get("KDTREE_LOG_LEVEL", "info")
             start.confirm(look.workers_of(command), command, {"mode": mode, "log_level": level}, self.say)
+            self.write_state(name, mode, start.invocation, rolled_back)
         except Exception as error:  # whatever it is, the service must not stay between the two
             lines = service.relevant(start.journal.lines) if start else getattr(error, "lines", [])
             self.put_back_and_wait(before, f"{error}")
             raise Failed(str(error), lines) from error
+        place.pending.unlink(missing_ok=True)
+        self.say(f"{self.unit.name} runs {name} in mode {mode}")
+
+    def write_state(self, name: str, mode: str, invocation: str, rolled_back: bool) -> None:
         was = self.seen.state or {}
         previous = {key: was[key] for key in ("release", "mode")} if was else None
         if was.get("release") == name:  # the same release in another mode, or confirmed anew
             previous = was.get("previous")
-        self.write_state(
-            {
-                "release": name,
-                "mode": mode,
-                "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-                "by": self.order["by"],
-                "invocation": start.invocation,
-                "previous": None if rolled_back else previous,
-                "rolled_back": rolled_back,
-            }
-        )
-        self.seen.place.pending.unlink(missing_ok=True)
-        self.say(f"{self.unit.name} runs {name} in mode {mode}")
+        state = {
+            "release": name,
+            "mode": mode,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "by": self.order["by"],
+            "invocation": invocation,
+            "previous": None if rolled_back else previous,
+            "rolled_back": rolled_back,
+        }
+        systemd.write_whole(self.seen.place.state, json.dumps(state, indent=1) + "\n")
 
     def recover(self) -> None:
         """Puts back what a transaction that died in the middle had found. The service is restarted by what follows."""
@@ -226,6 +236,7 @@ class Transaction:
         path = self.unit.drop_in
         if text is None:
             path.unlink(missing_ok=True)
+            systemd.half_written(path).unlink(missing_ok=True)
             if path.parent.is_dir() and not any(path.parent.iterdir()):
                 path.parent.rmdir()
         else:
@@ -278,9 +289,6 @@ class Transaction:
             shutil.rmtree(self.seen.place.records, ignore_errors=True)
         self.say(f"{self.unit.name} is as it was before" + ("" if before["active"] else ", not running"))
 
-    def write_state(self, state: dict[str, Any]) -> None:
-        systemd.write_whole(self.seen.place.state, json.dumps(state, indent=1) + "\n")
-
     # ------------------------------------------------------------------------------------------------------------ lines
 
     def step(self, name: str) -> None:
@@ -296,10 +304,11 @@ def run_order(order: dict[str, Any]) -> int:
     """The transient unit's whole life. Its lines go to the journal, where whoever asked for it reads them."""
     os.umask(0o022)
     code = Path(order["code"])
+    order["code"] = code.read_bytes()
+    code.unlink()  # at once, so that nothing is left behind whatever happens: this process has read all it needs
     try:
         lock = lock_the_host()
     except Busy as busy:
-        code.unlink(missing_ok=True)
         wire.say({"ok": False, "reason": str(busy), "lines": []})
         return 1
     try:
@@ -311,7 +320,6 @@ def run_order(order: dict[str, Any]) -> int:
     except Exception as error:
         traceback.print_exc()
         result = {"ok": False, "reason": f"{type(error).__name__}: {error}", "lines": []}
-    code.unlink(missing_ok=True)
     os.close(lock)
     wire.say(result)
     return 0 if result["ok"] else 1

@@ -9,6 +9,7 @@ SGLang. Needs root on Debian or Ubuntu, and fetches what it needs with apt-get.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -83,7 +84,7 @@ def install_tools() -> None:
 
 
 def make_root() -> Path:
-    """The Debian root, made the first time; no half-made one is ever taken for a whole one."""
+    """The Debian root, made the first time; no half-made one is ever taken for a whole one. One process at a time."""
     name = hashlib.sha256(" ".join((suite(), *PACKAGES)).encode()).hexdigest()[:8]
     root = VENV / f"debian-{suite()}-{name}"
     if not root.is_dir():
@@ -171,7 +172,13 @@ class Machine:
             words += [f"--tmpfs={path}:mode=755" for path in packages.glob(pattern) if path.is_dir()]
         console = (self.folder / "console").open("wb")
         self._process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
+            words,
+            # With the older hierarchy systemd inside is not told when a group of processes has ended, and waits.
+            env=os.environ | {"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            start_new_session=True,
         )
         self.wait_for(lambda: self.ssh("true", check=False).returncode == 0, 60, "sshd to answer")
 
@@ -338,7 +345,10 @@ class Operator:
 
 @contextlib.contextmanager
 def machine(folder: Path) -> Iterator[Machine]:
-    install_tools()
+    with (VENV / ".debian.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        install_tools()
+        make_root()
     with Machine(folder) as booted:
         yield booted
 
