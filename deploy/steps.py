@@ -24,6 +24,8 @@ from deploy.remote import ConnectionLost, Remote, RemoteError
 
 _POLL_SECONDS = 1.0
 _POLL_LIMIT = 60
+# After the transaction's end, for its last lines.
+_QUIET_POLLS = 3
 # How long a lost connection is tried again while a transaction goes on without it.
 _RECONNECT_SECONDS = 300.0
 
@@ -187,7 +189,7 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
 
 def follow(remote: Remote, token: str) -> dict[str, Any]:
     """Prints the lines of a transaction as they come, until its result, however often the connection breaks."""
-    shown = 0
+    shown = quiet = 0
     lost_since: float | None = None
     command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
     while True:
@@ -211,7 +213,8 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
                 say(line if not line.startswith("==>") else f"{line} {remote.host}")
         if result is not None:
             return result
-        if state not in ("active", "activating") and not fresh:
+        quiet = 0 if fresh or state in ("active", "activating") else quiet + 1
+        if quiet > _QUIET_POLLS:
             return {"ok": False, "reason": "the transaction ended without a result; run the same command again"}
         time.sleep(_POLL_SECONDS)
 

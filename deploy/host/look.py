@@ -105,6 +105,12 @@ class Look:
         """The PYTHONPATH that the unit itself sets."""
         return self.own.get("PYTHONPATH", "")
 
+    def runs_ours(self) -> bool:
+        """Whether the running service has a release of ours on its PYTHONPATH, whatever the unit says by now."""
+        pid = self.unit.state().main_pid
+        environ = _words(pid, "environ") if pid else []
+        return any(word.startswith("PYTHONPATH=") and f"{self.place.releases}/" in word for word in environ)
+
     def variables(self) -> dict[str, str]:
         """What a process of ours that asks on the unit's behalf is started with."""
         kept = {name: value for name, value in self.unit.environment.items() if passed(name)}

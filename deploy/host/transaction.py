@@ -26,6 +26,8 @@ from deploy.host.service import Failed, Start
 from deploy.host.systemd import SystemdError, Unit, run_as
 
 DOCTOR_SECONDS = 900
+# For a service that worked before: however short the time that a new release is given, this one is waited for.
+PATIENCE = 1200.0
 
 
 class Transaction:
@@ -42,10 +44,21 @@ class Transaction:
             )
         self.must_restart = False
         self._step = ""
+        # Now, because it may be the running service that tells, which a failed start leaves us without.
+        self._command: Command | Refused
+        try:
+            self._command = self.seen.command()
+        except Refused as refused:
+            self._command = refused
 
     @property
     def unit(self) -> Unit:
         return self.seen.unit
+
+    def command(self) -> Command:
+        if isinstance(self._command, Refused):
+            raise self._command
+        return self._command
 
     # ------------------------------------------------------------------------------------------------------ the actions
 
@@ -71,16 +84,19 @@ class Transaction:
 
     def undeploy(self) -> None:
         self.recover()
-        if self.seen.drop_in is None and not self.must_restart:
+        if self.seen.drop_in is None and not self.must_restart and not self.seen.runs_ours():
             release.remove_everything(self.seen.place)
             self.say(f"{self.unit.name} has nothing of ours: nothing to do")
             return
         self.step("switch")
         before = self.begin()
         self.put_drop_in(None)
-        if before["active"]:
+        if before["active"] and isinstance(self._command, Refused):
+            self.say(f"restarting {self.unit.name}: stock; whether it is healthy cannot be told ({self._command})")
+            systemd.restart(self.unit.name)
+        elif before["active"]:
             try:
-                self.start("stock", serve=False)
+                self.start("stock", serve=False, patience=PATIENCE)
             except Failed as failed:
                 release.remove_everything(self.seen.place)
                 raise Failed(f"{failed}; nothing of ours is left in the unit, so the reason lies elsewhere") from failed
@@ -95,7 +111,7 @@ class Transaction:
             self.step("release")
             new = release.install(place, name, archive)
             self.say(f"{place.releases / name} " + ("is in place" if new else "is there already"))
-            command = self.seen.command()
+            command = self.command()
             text = release.drop_in_text(place.releases / name, self.seen.python_path, mode, self.unit.user.pw_uid)
             if self.is_done(name, text, command):
                 self.say(f"{self.unit.name} runs {name} in mode {mode} already, confirmed: no change")
@@ -176,6 +192,7 @@ class Transaction:
         start = None
         try:
             self.put_drop_in(text)
+            self.check_environment(text)
             release.point_current(place, name)
             start = self.start(f"{name}, mode {mode}", serve=mode != "off")
             self.step("confirm")
@@ -232,7 +249,7 @@ class Transaction:
         return before
 
     def put_drop_in(self, text: str | None) -> None:
-        """Writes or removes the drop-in, and holds systemd to it: what it then has is what was written."""
+        """Writes or removes the drop-in, and has systemd read it."""
         path = self.unit.drop_in
         if text is None:
             path.unlink(missing_ok=True)
@@ -244,24 +261,28 @@ class Transaction:
             systemd.write_whole(path, text)
         systemd.reload_manager()
         self.unit.refresh()
-        expected = self.seen.own | systemd.environment_of([text or ""])
+
+    def check_environment(self, text: str) -> None:
+        """That systemd now has what the drop-in says."""
+        expected = self.seen.own | systemd.environment_of([text])
         for name in look.RESERVED:
             has = self.unit.environment.get(name)
-            if text is not None and has != expected.get(name):
-                raise Failed(f"another drop-in of {self.unit.name} sets {name}={has!r} after ours: remove it there")
+            if has != expected.get(name):
+                raise Failed(f"another file of {self.unit.name} sets {name}={has!r} after ours: remove it there")
 
-    def start(self, what: str, serve: bool) -> Start:
-        """Restarts the unit and waits until it is healthy. Failed carries the journal's lines."""
+    def start(self, what: str, serve: bool, patience: float = 0) -> Start:
+        """Restarts the unit and waits until it is healthy, for `patience` seconds if TIMEOUT is less.
+
+        Raises Failed with the journal's lines.
+        """
         state = self.unit.state()
         secrets = look.secrets_of(self.unit, state.main_pid)
-        start = Start(self.unit, look.health_url(self.seen.command()), state.invocation if state.is_up else "")
-        if not state.is_up:
-            start.before = state.invocation
+        start = Start(self.unit, look.health_url(self.command()), state.invocation)
         self.say(f"restarting {self.unit.name}: {what}")
         self.must_restart = True  # whatever comes, it does not run any more what it ran before
         systemd.restart(self.unit.name)
         try:
-            start.wait(self.timeout, self.say, secrets, serve)
+            start.wait(max(self.timeout, patience), self.say, secrets, serve)
         except Failed as failed:
             start.journal.read()
             failed.lines = service.relevant(start.journal.lines)
@@ -278,7 +299,7 @@ class Transaction:
             self.say("the service has not been touched")
         elif before["active"]:
             try:
-                self.start("as it was before", serve=False)
+                self.start("as it was before", serve=False, patience=PATIENCE)
             except Failed as failed:
                 text = f"{why}; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
                 raise Failed(text, failed.lines) from failed

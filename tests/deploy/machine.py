@@ -208,8 +208,9 @@ class Machine:
     def tree(self) -> str:
         """Everything that a deployment could leave behind, by name and content."""
         return self.ssh(
-            "find /etc/systemd /run/systemd/system /run/systemd/transient /opt /usr/local /srv -type f -o -type l | "
-            "sort | xargs -r -d '\\n' sha256sum; find /opt /etc/systemd -type d | sort; ls /run | grep kdtree-; true"
+            "find /etc/systemd /run/systemd/system /opt /usr/local /srv -path '*/vendor/*' -prune -o -type f -print | "
+            "sort | xargs -r -d '\\n' sha256sum; find /opt /etc/systemd -type d -o -type l | sort; "
+            "ls /run | grep kdtree-; true"
         ).stdout
 
     @staticmethod

@@ -57,7 +57,7 @@ def worker(rank: int, pipe: Connection) -> None:
         pipe.send(about_me(rank))
         pipe.recv()
         return
-    if "declines" in faults() and rank == 1:
+    if "declines" in faults():
         os.environ["KDTREE_LOG_LEVEL"] = "loud"
     if LIGHT:
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

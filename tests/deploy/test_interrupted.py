@@ -15,7 +15,7 @@ from tests.deploy.machine import Checkout, Machine, Operator, Service
 
 pytestmark = pytest.mark.deploy
 
-COMMAND = "{python} /srv/service.py --tp=2 --port {port} --attention-backend triton --speculative-algorithm EAGLE"
+COMMAND = "{python} /srv/service.py --tp=1 --port {port} --attention-backend triton --speculative-algorithm EAGLE"
 
 
 class Scene:
@@ -166,7 +166,7 @@ def test_host_that_dies_in_the_middle(scene: Scene, again: str) -> None:
     before, release = scene.service.runs(), scene.other()
     scene.service.set_faults(f"never-ready@{release}")
     process = scene.operator.start("deploy", scene.service.unit)
-    scene.until(process, "no answer on /health; last line: server_args")
+    scene.until(process, "active (running), no answer on /health")
     scene.host.ssh("systemctl kill --signal=KILL 'kdtree-deploy-*'")
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1 and "run the same command again" in output
@@ -254,6 +254,31 @@ def test_unit_that_is_refused(scene: Scene, name: str, command: str, extra: str,
     status, output = scene.operator.run("deploy", unit.unit)
     assert status == 1 and said in output and "nothing has been changed anywhere" in output
     assert "==> bundle" not in output and scene.host.tree() == before
+
+
+def test_shell_script_is_seen_through_while_it_runs(scene: Scene) -> None:
+    script = '#!/bin/sh\ncd /srv\nexec "$1" /srv/service.py --port "$2" --attention-backend triton --served sglang\n'
+    scene.host.put("/srv/start.sh", script, 0o755)
+    unit = Service(scene.host, "sglang-script", "/srv/start.sh {python} {port}", light=True)
+    scene.host.ssh("systemctl daemon-reload")
+    status, output = scene.operator.run("deploy", unit.unit, DRY_RUN="1")
+    assert status == 1 and "the shell script /srv/start.sh" in output and "the service is not running" in output
+    unit.start()
+    status, output = scene.operator.run("deploy", unit.unit, DRY_RUN="1")
+    assert status == 0 and "through start.sh (seen in the running service)" in output
+    scene.host.ssh(f"systemctl stop {unit.unit}")
+
+
+def test_unit_that_was_stopped_is_stopped_again_after_a_failure(scene: Scene) -> None:
+    before = scene.service.runs()
+    scene.host.ssh(f"systemctl stop {scene.service.unit}")
+    scene.service.set_faults(f"exits@{scene.release('second' if before == scene.first else 'first')}")
+    output = scene.bad("deploy")
+    assert "a deployment starts it" in output and "as it was before, not running" in output
+    assert scene.host.ssh(f"systemctl is-active {scene.service.unit}", check=False).stdout.strip() == "inactive"
+    scene.service.start()
+    scene.assert_whole(before or "")
+    scene.service.set_faults()
 
 
 def test_unit_that_does_not_exist(scene: Scene) -> None:
