@@ -42,7 +42,7 @@ def test_environment_of_unit_files(text: str, found: dict[str, str]) -> None:
     assert environment_of([text]) == found
 
 
-@pytest.mark.parametrize("value", ["plain", "a b", 'a"b', "a\\b", "100%", "a'b", "%n $HOME ${X}", "ü"])
+@pytest.mark.parametrize("value", ["plain", "a b", 'a"b', "a\\b", "100%", "50%%", "a'b", "%n $HOME ${X}", "ü"])
 def test_drop_in_says_exactly_the_value(value: str) -> None:
     assert environment_of(["[Service]\n" + quoted("A", value)]) == {"A": value}
 

@@ -163,7 +163,18 @@ class Machine:
         binds = {VENV}
         if not BASE.is_relative_to("/usr") or BASE.is_relative_to("/usr/local"):
             binds.add(BASE)
-        words = ["systemd-nspawn", "--quiet", f"--directory={self._root}", "--boot", "--register=no", "--keep-unit"]
+        # It ends with the process that started it, however that ends.
+        words = [
+            "setpriv",
+            "--pdeathsig",
+            "TERM",
+            "systemd-nspawn",
+            "--quiet",
+            f"--directory={self._root}",
+            "--boot",
+            "--register=no",
+            "--keep-unit",
+        ]
         words += [f"--machine=kdtree-{os.getpid()}", "--resolv-conf=off", "--timezone=off", "--link-journal=no"]
         words += [f"--bind-ro={path}" for path in sorted(binds)]
         # What a release brings along, the service must not have: an empty folder hides each of these packages.
@@ -193,6 +204,7 @@ class Machine:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         subprocess.run(["umount", "--lazy", str(self._root)], check=False)
+        shutil.rmtree(self.folder / "upper", ignore_errors=True)
 
     def ssh(self, command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         config = self.home / ".ssh" / "config"

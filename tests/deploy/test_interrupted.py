@@ -294,6 +294,19 @@ def test_hosts_are_all_looked_at_before_the_first_is_touched(scene: Scene) -> No
     assert "==> bundle" not in output and scene.service.invocation() == started
 
 
+def test_several_hosts_one_after_the_other(scene: Scene) -> None:
+    """The same machine under a second name."""
+    other, release = f"root@127.0.0.1:{scene.host.ssh_port}", scene.other()
+    scene.service.set_faults(f"exits@{release}")
+    output = scene.bad("deploy", HOSTS=other)
+    assert output.index(f"==> preflight {other}") < output.index("==> bundle deployhost")
+    assert f"not begun: {other}" in output and f"==> bundle {other}" not in output
+    scene.service.set_faults()
+    output = scene.good("deploy", HOSTS=other)
+    assert output.index("==> confirm deployhost") < output.index(f"==> bundle {other}") < output.index("no change")
+    scene.assert_whole(release)
+
+
 def test_undeploy(scene: Scene) -> None:
     scene.good("undeploy")
     assert scene.service.healthy() and scene.service.runs() is None
