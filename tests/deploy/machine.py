@@ -352,7 +352,10 @@ class Operator:
 
     def run(self, action: str, unit: str, **words: str) -> tuple[int, str]:
         process = self.start(action, unit, **words)
-        output = process.communicate(timeout=300)[0]
+        try:
+            output = process.communicate(timeout=240)[0]
+        finally:
+            process.kill()
         return process.returncode, output
 
 

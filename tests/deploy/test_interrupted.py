@@ -111,6 +111,34 @@ def test_worker_that_declines_is_noticed_before_health(scene: Scene) -> None:
     scene.assert_whole(scene.first)
 
 
+def test_worker_without_installed(scene: Scene) -> None:
+    """In a second unit, which shares the releases and then has nothing of ours left."""
+    service = Service(scene.host, "sglang-pair", COMMAND.replace("--tp=1", "--tp 2"), light=True)
+    service.start()
+    service.set_faults(f"no-installed@{scene.release('second')}")
+    status, output = scene.operator.run("deploy", service.unit)
+    assert status == 1 and "1 of 2 workers logged `installed`" in output and "==> roll back deployhost" in output
+    assert "| [kdtree] installed " in output  # the journal's lines
+    assert service.healthy() and service.runs() is None and scene.host.read(service.drop_in) is None
+    scene.host.ssh(f"systemctl stop {service.unit}")
+    scene.assert_whole(scene.first)
+
+
+def test_release_whose_kernel_does_not_compile(scene: Scene) -> None:
+    kernel = scene.checkout.folder / "kernels" / "verify_attn_flash.cu"
+    text = kernel.read_text()
+    kernel.write_text(text + "\nthis is no CUDA\n")
+    broken = scene.release("broken")
+    started, before = scene.service.invocation(), scene.host.tree()
+    output = scene.bad("deploy")
+    assert "the doctor found" in output and "compile" in output.lower() and "error" in output
+    assert "the service has not been touched" in output and "==> switch" not in output
+    assert broken not in scene.host.ssh("ls /opt/kdtree/releases").stdout and scene.host.tree() == before
+    assert scene.service.invocation() == started
+    scene.assert_whole(scene.first)
+    scene.release("second")
+
+
 def test_validation_above_the_limit(scene: Scene) -> None:
     scene.service.set_faults(f"wrong@{scene.second}")
     output = scene.bad("deploy", MODE="shadow")
