@@ -42,7 +42,7 @@ test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (
 	@PYTHON="$(PYTHON)" deploy/setup.sh
 	$(BIN)/python -m pytest -m deploy -n 2 $(ARGS)
 
-deploy: ## onto a host: HOST=root@h1 UNIT=sglang [HOSTS="…"] [MODE=shadow] [PREFIX=/opt/kdtree] [TIMEOUT=1200] [DRY_RUN=1]
+deploy: ## onto a host over ssh: HOST=root@h1 UNIT=sglang [DRY_RUN=1], and what README.md lists
 	$(DEPLOY) deploy
 
 status: ## what runs there: HOST=… UNIT=…

@@ -19,7 +19,7 @@ SECRETS = ("sk-verysecret", "hf_VerySecretToken")
 @pytest.fixture(scope="module")
 def service(host: Machine) -> Iterator[Service]:
     command = "{python} -u /srv/service.py --tp 2 --port {port} --attention-backend triton"
-    options = "--speculative-algorithm EAGLE --api-key sk-verysecret --ready-after 2"
+    options = "--speculative-algorithm EAGLE --disable-cuda-graph --api-key sk-verysecret --ready-after 2"
     started = Service(host, "sglang-k26", f"/bin/bash -c 'cd /srv && exec {command} {options}'")
     started.start()
     yield started
@@ -43,13 +43,13 @@ def test_dry_run_changes_nothing_and_shows_what_would(
     story["stock"] = host.tree()
     story["first"] = checkout.commit("first")
     started = service.invocation()
-    output = good(operator.run("deploy", service.unit, DRY_RUN="1"))
+    output = good(operator.run("deploy", service.unit, MODE="shadow", DRY_RUN="1"))
     assert "through bash" in output and "SGLang        0.5.23, passes the contract" in output
     assert "2 x NVIDIA RTX PRO 6000 Blackwell, compute capability 12.0, driver 580.95.05" in output
     assert "no wrapt, no cupy" in output and "cpython-311" in output or "cpython-3" in output
     assert f"PYTHONPATH    {service.python_path}" in output and "sitecustomize /srv/site/sitecustomize.py" in output
     assert f'+Environment="PYTHONPATH=/opt/kdtree/releases/{story["first"]}:{service.python_path}"' in output
-    assert '+Environment="KDTREE_MODE=on"' in output and f"restart {service.unit}" in output
+    assert '+Environment="KDTREE_MODE=shadow"' in output and f"restart {service.unit}" in output
     assert host.tree() == story["stock"] and service.invocation() == started
 
 
@@ -62,12 +62,13 @@ def test_checkout_with_changes_is_refused(operator: Operator, service: Service, 
 
 
 def test_deploy(host: Machine, service: Service, operator: Operator, story: dict[str, str]) -> None:
-    output = good(operator.run("deploy", service.unit))
+    output = good(operator.run("deploy", service.unit, MODE="shadow"))
     assert re.findall(r"^==> (\w+) deployhost$", output, re.M) == [
         *("preflight", "bundle", "release", "doctor", "switch", "confirm"),
     ]
     assert "2 of 2 workers: installed" in output and "verify calls arrive: [kdtree] shapes q=(3, 2, 576)" in output
     assert re.search(r"\d+ s  active \(running\), no answer on /health; last line: server_args", output)
+    assert re.search(r"validation: 2 layer lines, largest rel \d\.\d+e-0[34]", output)
     assert service.healthy() and service.runs() == story["first"]
 
 
@@ -93,14 +94,14 @@ def test_release_belongs_to_root_and_only_its_cache_to_the_service(host: Machine
 
 def test_deploy_again_changes_nothing(host: Machine, service: Service, operator: Operator) -> None:
     before, started = host.tree(), service.invocation()
-    output = good(operator.run("deploy", service.unit))
+    output = good(operator.run("deploy", service.unit, MODE="shadow"))
     assert "no change" in output and "nothing to send" in output and "nothing is to be done" in output
     assert host.tree() == before and service.invocation() == started
 
 
 def test_status_and_logs(service: Service, operator: Operator, story: dict[str, str]) -> None:
     status = good(operator.run("status", service.unit))
-    assert f"{story['first']}, mode on, since 20" in status and "2 of 2 installed" in status
+    assert f"{story['first']}, mode shadow, since 20" in status and "2 of 2 installed" in status
     assert "/health answers" in status
     logs = good(operator.run("logs", service.unit))
     assert logs.count("[kdtree] installed ") == 2 and "[kdtree] shapes " in logs
