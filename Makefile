@@ -12,8 +12,16 @@ SOURCES = $(shell git ls-files --cached --others --exclude-standard $(1))
 SHELL_FILES = .ci/run $(call SOURCES,'*.sh')
 CUDA_FILES = $(call SOURCES,'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
 
+# What the operator writes behind `make deploy`. Nothing in it is expanded, by make or by a shell: each value goes, as it
+# was written, into an environment variable, and only from make's command line (csh and others export a HOST).
+DEPLOY_WORDS = HOST HOSTS UNIT MODE PREFIX TIMEOUT DRY_RUN FORCE
+unexport $(DEPLOY_WORDS)
+$(foreach word,$(DEPLOY_WORDS),$(if $(filter command,$(firstword $(origin $(word)))),\
+    $(eval export DEPLOY_$(word) := $$(value $(word))),$(eval export DEPLOY_$(word) :=)))
+DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench lint format clean
+.PHONY: help setup demo test test-gpu test-deploy bench deploy status logs rollback undeploy lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +37,25 @@ test: setup ## the whole CPU test suite
 
 test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (root, Debian)
+	@PYTHON="$(PYTHON)" deploy/setup.sh
+	$(BIN)/python -m pytest -m deploy -n 2 $(ARGS)
+
+deploy: ## onto a host over ssh: HOST=root@h1 UNIT=sglang [DRY_RUN=1], and what README.md lists
+	$(DEPLOY) deploy
+
+status: ## what runs there: HOST=… UNIT=…
+	$(DEPLOY) status
+
+logs: ## its [kdtree] lines: HOST=… UNIT=…
+	$(DEPLOY) logs
+
+rollback: ## back to the release before: HOST=… UNIT=…
+	$(DEPLOY) rollback
+
+undeploy: ## the unit as it was before the first deployment: HOST=… UNIT=…
+	$(DEPLOY) undeploy
 
 bench: setup ## times the kernel and SGLang's own (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m kdtree_patch bench $(ARGS)

@@ -68,6 +68,7 @@ class KdtreeBackendFinder:
         # This runs inside SGLang's import: whatever is wrong with our package must not become an error there.
         try:
             sys.meta_path.remove(self)
+            add_what_we_brought_along()
             from kdtree_patch import boot
 
             boot.arm(BACKEND)
@@ -79,6 +80,13 @@ class KdtreeBackendFinder:
         from importlib.util import find_spec
 
         return find_spec(name)
+
+
+def add_what_we_brought_along() -> None:
+    """A release that `make deploy` put here has wrapt and cupy in `vendor`. Last on the path: the service's own win."""
+    vendor = os.path.join(HERE, "vendor")
+    if os.path.isdir(vendor) and vendor not in sys.path:
+        sys.path.append(vendor)
 
 
 def find_the_next_sitecustomize(path: list[str]) -> ModuleSpec | None:

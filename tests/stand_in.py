@@ -25,7 +25,7 @@ BATCH = "sglang/srt/model_executor/forward_batch_info.py"
 LAYER = "sglang/srt/layers/radix_attention.py"
 
 # File -> what the contract looks at in it: a function, or a class with its methods and annotated fields.
-KEEP = {
+KEEP: dict[str, dict[str, tuple[str, ...]]] = {
     BACKEND: {"TritonAttnBackend": ("__init__", "forward_extend", "forward_decode")},
     BATCH: {"ForwardMode": ("is_target_verify",), "ForwardBatch": ()},
     LAYER: {"RadixAttention": ("__init__",)},

@@ -1,0 +1,271 @@
+"""What stands on this host now: the unit without us, the command it runs, and what we have put beside it.
+
+Reads only. `Look` is what preflight reports on and what a transaction starts from, so that both see the same thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.host import command as commands
+from deploy.host.command import Command, Opaque, Refused
+from deploy.host.systemd import SystemdError, Unit, environment_of
+
+RESERVED = ("PYTHONPATH", "KDTREE_MODE", "KDTREE_CACHE_DIR")
+# Of the unit's own Environment=, what a process of ours is started with. Not all of it: it shows in the list of
+# processes, and units keep tokens there. Environment files are read by systemd, and never by us.
+_PASSED = (
+    *("PATH", "LD_", "PYTHON", "CUDA", "NVIDIA_", "VIRTUAL_ENV", "CONDA_PREFIX", "HOME", "XDG_", "TMPDIR", "LANG"),
+    *("TORCH", "TRITON_", "SGLANG_", "KDTREE_", "CC", "CXX"),
+)
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things lie under PREFIX."""
+
+    prefix: Path
+    unit: str
+
+    @property
+    def releases(self) -> Path:
+        return self.prefix / "releases"
+
+    @property
+    def current(self) -> Path:
+        return self.prefix / "current"
+
+    @property
+    def units(self) -> Path:
+        return self.prefix / "units"
+
+    @property
+    def records(self) -> Path:
+        return self.units / self.unit
+
+    @property
+    def state(self) -> Path:
+        """What the unit runs, as it was last confirmed."""
+        return self.records / "state.json"
+
+    @property
+    def pending(self) -> Path:
+        """What it ran before a change that has not been confirmed yet. There only while a change is under way."""
+        return self.records / "pending.json"
+
+    def incoming(self, token: str) -> Path:
+        return self.prefix / "incoming" / f"{token}.tar"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+        return value
+    except FileNotFoundError:
+        return None
+
+
+def read_text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+class Look:
+    """A unit, and what of it is ours. Raises Refused where a deployment could not be right."""
+
+    def __init__(self, unit: Unit, prefix: Path):
+        self.unit = unit
+        self.place = Place(prefix, unit.name)
+        self.drop_in = read_text(unit.drop_in)
+        self.state = read_json(self.place.state)
+        self.pending = read_json(self.place.pending)
+        texts = {path: path.read_text() for path in unit.files()}
+        self.own = environment_of(text for path, text in texts.items() if path != unit.drop_in)
+        # True after an edit, and after a transaction that died between a file and the daemon-reload for it.
+        self.reads_stale = bool(unit["NeedDaemonReload"])
+        # The same reading with our drop-in must give what systemd says, or it is not to be trusted.
+        everything = environment_of(texts.values())
+        for name in () if self.reads_stale else RESERVED:
+            if everything.get(name) != unit.environment.get(name):
+                raise Refused(
+                    f"{name} in the files of {unit.name} reads {everything.get(name)!r}, but systemd has "
+                    f"{unit.environment.get(name)!r}: write it without specifiers"
+                )
+
+    @property
+    def python_path(self) -> str:
+        """The PYTHONPATH that the unit itself sets."""
+        return self.own.get("PYTHONPATH", "")
+
+    def runs_ours(self) -> bool:
+        """Whether the running service has a release of ours on its PYTHONPATH, whatever the unit says by now."""
+        pid = self.unit.state().main_pid
+        environ = _words(pid, "environ") if pid else []
+        return any(word.startswith("PYTHONPATH=") and f"{self.place.releases}/" in word for word in environ)
+
+    def variables(self) -> dict[str, str]:
+        """What a process of ours that asks on the unit's behalf is started with."""
+        kept = {name: value for name, value in self.unit.environment.items() if passed(name)}
+        for name in RESERVED:
+            kept.pop(name, None)
+        return kept | {name: value for name, value in self.own.items() if passed(name)}
+
+    def command(self) -> Command:
+        """The Python that the unit runs. Where ExecStart does not tell, the running service does."""
+        environment = self.variables()
+        try:
+            found = commands.unwrap(self.unit.argv, environment, read_head, is_file)
+        except Opaque as opaque:
+            found = self._running(opaque)
+        if not is_file(found.interpreter):
+            raise Refused(f"ExecStart runs {found.interpreter}, which is not there")
+        return found
+
+    def _running(self, opaque: Opaque) -> Command:
+        pid = self.unit.state().main_pid
+        if not pid:
+            raise Refused(f"{opaque}, and the service is not running, so that there is nothing to look at") from opaque
+        for process in _descendants(pid):
+            argv = _words(process, "cmdline")
+            if not argv or "sglang" not in " ".join(argv):
+                continue
+            environ = dict(word.partition("=")[::2] for word in _words(process, "environ"))
+            try:
+                found = commands.unwrap(argv, environ, read_head, is_file)
+            except Refused:
+                continue
+            if environ.get("PYTHONPATH", "") != self.unit.environment.get("PYTHONPATH", ""):
+                raise Refused(
+                    f"{opaque}; it sets PYTHONPATH itself (the running service has {environ.get('PYTHONPATH')!r}): "
+                    "move that into Environment= of the unit"
+                ) from opaque
+            found.wrappers.append(f"{os.path.basename(self.unit.argv[0])} (seen in the running service)")
+            return found
+        raise Refused(f"{opaque}, and no Python with SGLang in its command line is running under it") from opaque
+
+
+def passed(name: str) -> bool:
+    return name.startswith(_PASSED) and not any(word in name.upper() for word in _SECRET)
+
+
+def read_head(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1024)
+    except OSError:
+        return ""
+    return head.decode(errors="replace") if head.startswith(b"#!") else ""
+
+
+def is_file(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def _words(pid: int, name: str) -> list[str]:
+    try:
+        content = Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in content.split(b"\0") if word]
+
+
+def _descendants(pid: int) -> list[int]:
+    """A process and those below it, parents first."""
+    found = [pid]
+    for process in found:
+        for task in Path(f"/proc/{process}/task").glob("*/children"):
+            try:
+                found += [int(word) for word in task.read_text().split()]
+            except OSError:
+                continue
+    return found
+
+
+def secrets_of(unit: Unit, pid: int) -> list[str]:
+    """Values that must not be repeated: those of the service's command line and environment that are named like one."""
+    words = unit.argv + _words(pid, "cmdline") if pid else unit.argv
+    found = []
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.startswith("-") and any(part in name.upper() for part in _SECRET):
+            found.append(value if equals else words[index + 1] if index + 1 < len(words) else "")
+    environment = unit.environment | dict(word.partition("=")[::2] for word in (_words(pid, "environ") if pid else []))
+    found += [value for name, value in environment.items() if any(part in name.upper() for part in _SECRET)]
+    return sorted((value for value in found if len(value) > 3), key=len, reverse=True)
+
+
+def prefix_problem(prefix: Path, user_id: int) -> str | None:
+    """Why releases may not lie under `prefix`: somebody else could change them, or the service could not read them."""
+    for folder in (prefix, *prefix.parents):
+        try:
+            info = os.lstat(folder)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(info.st_mode):
+            return f"{folder} is not a folder"
+        if info.st_uid != 0:
+            return f"{folder} belongs to uid {info.st_uid}, who could replace what is under it: choose a PREFIX of root"
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"others may write to {folder} (mode {stat.S_IMODE(info.st_mode):04o}): choose another PREFIX"
+        if user_id != 0 and not info.st_mode & stat.S_IXOTH:
+            return f"the service's user cannot enter {folder} (mode {stat.S_IMODE(info.st_mode):04o})"
+    existing = next(folder for folder in (prefix, *prefix.parents) if folder.exists())
+    if os.statvfs(existing).f_flag & os.ST_NOEXEC:
+        return f"{existing} is mounted noexec: libraries there cannot be loaded"
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        return f"{existing} is mounted read-only"
+    return None
+
+
+def workers_of(command: Command) -> int:
+    """How many processes of this start hold a part of the model, from the service's own arguments."""
+
+    def number(*names: str) -> int:
+        value = command.option(*names)
+        if value is None:
+            return 1
+        if not value.isdigit() or int(value) < 1:
+            raise Refused(f"{names[0]} {value} is no number")
+        return int(value)
+
+    tensor = number("--tp", "--tp-size", "--tensor-parallel-size")
+    if command.has("--config") and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
+        raise Refused("the service's --config may set the tensor-parallel size: write --tp into ExecStart")
+    ranks = tensor * number("--pp", "--pp-size", "--pipeline-parallel-size")
+    if not command.has("--enable-dp-attention"):
+        ranks *= number("--dp", "--dp-size", "--data-parallel-size")
+    nodes = number("--nnodes")
+    if ranks % nodes:
+        raise Refused(f"{ranks} ranks cannot be shared out over {nodes} nodes")
+    return ranks // nodes
+
+
+def health_url(command: Command) -> str:
+    host = command.option("--host") or "127.0.0.1"
+    port = command.option("--port") or "30000"
+    if not port.isdigit():
+        raise Refused(f"--port {port} is no number")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(host, host)
+    scheme = "https" if command.option("--ssl-keyfile") else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def release_of(drop_in: str | None, place: Place) -> str | None:
+    """The release that a drop-in of ours puts on PYTHONPATH."""
+    for line in (drop_in or "").splitlines():
+        if line.startswith('Environment="PYTHONPATH='):
+            entry = line.partition("=")[2].partition("=")[2].split(":")[0].rstrip('"')
+            if Path(entry).parent == place.releases:
+                return Path(entry).name
+    return None
+
+
+__all__ = ["Look", "Place", "Refused", "SystemdError"]

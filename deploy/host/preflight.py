@@ -1,0 +1,267 @@
+"""Everything that can be known before a deployment, found out without changing anything.
+
+The report has `facts` to be shown, `findings` that forbid a deployment, `warnings` that do not, `plan`, what a
+deployment would do, and what the operator's side needs to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import platform
+import shutil
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+from deploy.host import gpus, look, service, wire
+from deploy.host.command import Command, Refused, python_path_problem
+from deploy.host.look import Look, Place
+from deploy.host.release import drop_in_text, manifests
+from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
+from kdtree_patch.settings import SettingError, Settings
+
+PROBE_SECONDS = 300
+# wrapt and cupy unpacked, the archive they come in, and the kernels.
+DISK_BYTES = 1 << 30
+_JOURNAL = ("journal", "journal+console", "syslog", "syslog+console", "kmsg", "kmsg+console", "inherit")
+
+
+class Report:
+    def __init__(self) -> None:
+        self.facts: list[list[str]] = []
+        self.findings: list[str] = []
+        self.warnings: list[str] = []
+        self.plan: list[str] = []
+        self.data: dict[str, Any] = {}
+
+    def fact(self, name: str, value: object) -> None:
+        self.facts.append([name, str(value)])
+
+    def find(self, text: str) -> None:
+        self.findings.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def as_answer(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def inspect(order: dict[str, Any]) -> dict[str, Any]:
+    """`order`: unit, prefix, mode, release (a name)."""
+    report = Report()
+    try:
+        _inspect(order, report)
+    except (Refused, SystemdError, ValueError) as error:
+        report.find(str(error))
+    return report.as_answer()
+
+
+def _inspect(order: dict[str, Any], report: Report) -> None:
+    report.fact("host", f"{platform.node()}, {_system()}, {run('systemctl', '--version').split(chr(10))[0]}")
+    if os.geteuid() != 0:
+        raise Refused(f"ssh logs in as uid {os.geteuid()}: systemd and {order['prefix']} need root, HOST=root@...")
+    _somebody_else(report)
+    unit = Unit(order["unit"])
+    if not unit.exists:
+        raise Refused(f"there is no unit {unit.name} here{_alike(unit.name)}")
+    _unit(unit, report)
+    if report.findings:
+        return
+    seen = Look(unit, Path(order["prefix"]))
+    if seen.reads_stale and seen.pending is None:
+        report.find("its files have changed since systemd read them: look at them, then run systemctl daemon-reload")
+    user = unit.user
+    command = seen.command()
+    _command(command, seen, report)
+    _prefix(seen.place.prefix, user.pw_uid, report)
+    _gpus(command, report)
+    if report.findings:
+        return
+    _probe(command, seen, report)
+    _reserved(seen, report)
+    _plan(order, seen, report)
+    report.data["releases"] = manifests(seen.place)
+
+
+def _system() -> str:
+    with contextlib.suppress(OSError):
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
+    return "Linux"
+
+
+def _somebody_else(report: Report) -> None:
+    under_way = transactions()
+    if under_way:
+        report.find(f"somebody else is at work on this host ({'; '.join(under_way)}): see `make status`")
+
+
+def _alike(name: str) -> str:
+    listed = run("systemctl", "list-unit-files", "--type=service", "--no-legend", "--no-pager", check=False)
+    names = [line.split()[0] for line in listed.splitlines() if line.strip()]
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"; like it are {', '.join(close)}" if close else ""
+
+
+def _unit(unit: Unit, report: Report) -> None:
+    state = unit.state()
+    report.fact("unit", f"{unit.name}, {state.active} ({state.sub}), {unit['FragmentPath'] or 'no file of its own'}")
+    if unit["DynamicUser"]:
+        report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
+    if unit["RootDirectory"] or unit["RootImage"]:
+        report.find("RootDirectory= or RootImage= gives it a file system of its own, in which PREFIX is not")
+    if "PYTHONPATH" in {word.partition("=")[0] for word in unit["UnsetEnvironment"]}:
+        report.find("UnsetEnvironment= takes PYTHONPATH away: remove it there")
+    for name in ("StandardOutput", "StandardError"):
+        if unit[name] not in _JOURNAL:
+            report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
+    if len(unit["ExecStart"]) != 1:
+        report.find(f"it has {len(unit['ExecStart'])} ExecStart commands, and one is understood")
+    if not state.is_up:
+        report.warn(f"{unit.name} is {state.active}: a deployment starts it, and one that fails stops it again")
+    with contextlib.suppress(KeyError):
+        report.fact("runs as", unit.user.pw_name)
+        return
+    report.find(f"its User={unit['User']} does not exist")
+
+
+def _command(command: Command, seen: Look, report: Report) -> None:
+    through = f", through {' '.join(command.wrappers)}" if command.wrappers else ""
+    flags = f" with -{''.join(sorted(command.flags))}" if command.flags else ""
+    report.fact("interpreter", f"{command.interpreter}{flags}{through}")
+    problem = python_path_problem(command)
+    if problem:
+        report.find(problem)
+    workers = look.workers_of(command)
+    url = look.health_url(command)
+    report.fact("service", f"{workers} worker(s) here, {url}/health {_health(url)}")
+    if command.option("--attention-backend") != "triton":
+        report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
+    if not command.option("--speculative-algorithm"):
+        report.warn("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
+    report.data["graphs"] = not command.has("--disable-cuda-graph")
+
+
+def _health(url: str) -> str:
+    try:
+        return "answers" if service.healthy(url) else "does not answer 200"
+    except (OSError, urllib.error.URLError) as error:
+        return f"does not answer ({getattr(error, 'reason', error)})"
+
+
+def _prefix(prefix: Path, user_id: int, report: Report) -> None:
+    problem = look.prefix_problem(prefix, user_id)
+    if problem:
+        report.find(problem)
+        return
+    existing = next(folder for folder in (prefix, *prefix.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    report.fact("disk", f"{free / (1 << 30):.1f} GiB free for {prefix}")
+    if free < DISK_BYTES:
+        report.find(f"{existing} has {free >> 20} MiB free, and {DISK_BYTES >> 20} MiB are needed")
+
+
+def _gpus(command: Command, report: Report) -> None:
+    try:
+        found = gpus.on_this_host()
+    except SystemdError as error:
+        report.find(f"no GPU can be seen: {error}")
+        return
+    for gpu in dict.fromkeys((gpu.name, gpu.capability, gpu.driver) for gpu in found):
+        same = [other for other in found if (other.name, other.capability, other.driver) == gpu]
+        free = max(other.free_bytes for other in same) / (1 << 30)
+        about = f"compute capability {gpu[1][0]}.{gpu[1][1]}, driver {gpu[2]}, up to {free:.1f} GiB free"
+        report.fact("GPU", f"{len(same)} x {gpu[0]}, {about}")
+    if not found:
+        report.find("nvidia-smi lists no GPU")
+    elif not any(gpu.target for gpu in found):
+        report.find("; ".join(dict.fromkeys(gpu.problem for gpu in found)))
+
+
+def _probe(command: Command, seen: Look, report: Report) -> None:
+    facts = _ask(command, seen, hide_gpus=True)
+    if facts["violations"] is None:  # perhaps this SGLang cannot be imported without seeing a GPU
+        facts = _ask(command, seen, hide_gpus=False)
+    report.data["probe"] = facts
+    report.fact("Python", f"{facts['implementation']} {facts['version']}, {facts['abi']}, {' '.join(facts['libc'])}")
+    report.fact("torch", f"{facts['torch']}, CUDA {facts['cuda']}; numpy {facts['numpy']}")
+    have = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in facts["have"].items())
+    report.fact("of its own", have)
+    version = tuple(int(part) for part in facts["version"].split(".")[:2])
+    if facts["implementation"] != "cpython" or not (3, 10) <= version <= (3, 13):
+        report.find(f"{facts['implementation']} {facts['version']} is none that the patch knows: CPython 3.10 to 3.13")
+    if not facts["cuda"]:
+        report.find(f"torch {facts['torch']} of {command.interpreter} has no CUDA")
+    if facts["violations"] is None:
+        report.find(f"SGLang's Triton backend cannot be imported by {command.interpreter}: {facts['import_error']}")
+    elif facts["violations"]:
+        report.find(f"SGLang {facts['sglang']} is none that the patch knows: {'; '.join(facts['violations'])}")
+    else:
+        report.fact("SGLang", f"{facts['sglang']}, passes the contract")
+    report.fact("PYTHONPATH", facts["python_path"] or "not set")
+    report.fact("sitecustomize", facts["sitecustomize"] or "none")
+
+
+def _ask(command: Command, seen: Look, hide_gpus: bool) -> dict[str, Any]:
+    words = [command.interpreter, "-c", wire.LOADER, "probe", wire.packed({"hide_gpus": hide_gpus})]
+    archive = wire.as_line(wire.own_zip())
+    status, output, error = run_as(seen.unit, seen.variables(), *words, stdin=archive, timeout=PROBE_SECONDS)
+    facts = wire.answer_in(output)
+    if facts is None:
+        last = " ".join((error.strip().splitlines() or [f"status {status}"])[-1].split())
+        raise Refused(f"{command.interpreter} cannot be asked as {seen.unit.user.pw_name}: {last}")
+    return facts
+
+
+def _reserved(seen: Look, report: Report) -> None:
+    """Whether the variables we set would arrive."""
+    facts = report.data["probe"]
+    if facts["python_path"] != seen.python_path:
+        report.find(
+            f"PYTHONPATH is {facts['python_path']!r} for the service, but its unit files say {seen.python_path!r}: an "
+            "EnvironmentFile= or the manager sets it, over which a drop-in has no power: move it into Environment="
+        )
+    for name, value in facts["kdtree"].items():
+        if name in seen.own:
+            report.warn(
+                f"the unit itself sets {name}={value}; ours comes on top"
+                if name in look.RESERVED
+                else f"the unit itself sets {name}={value}, which stays as it is"
+            )
+        else:
+            report.find(f"{name}={value} comes from an EnvironmentFile= of the unit: remove it there")
+    try:
+        Settings.from_environ(facts["kdtree"])
+    except SettingError as error:
+        report.find(f"every worker would decline: {error}")
+    for path in seen.unit.files():
+        later = path.name > DROP_IN and path.suffix == ".conf"
+        if later and (names := sorted(set(look.RESERVED) & set(environment_of([path.read_text()])))):
+            report.find(f"{path} is read after our {DROP_IN} and sets {', '.join(names)}: give it a lower number")
+    for entry in filter(None, seen.python_path.split(":")):
+        if os.path.isfile(f"{entry}/kdtree_patch/boot.py"):
+            report.find(f"PYTHONPATH of the unit already has the patch, in {entry}: take it out there first")
+
+
+def _plan(order: dict[str, Any], seen: Look, report: Report) -> None:
+    place: Place = seen.place
+    release = place.releases / order["release"]
+    text = drop_in_text(release, seen.python_path, order["mode"], seen.unit.user.pw_uid)
+    report.data["running"] = look.release_of(seen.drop_in, place)
+    if seen.pending:
+        report.warn("a change of this unit was cut off before it was confirmed: this run puts that right first")
+    if not release.exists():
+        report.plan.append(f"create {release} (our files, wrapt and cupy for {report.data['probe']['tag']})")
+        report.plan.append(f"compile the kernel into {release}/cache/{seen.unit.user.pw_uid}")
+    target = os.readlink(place.current) if place.current.is_symlink() else None
+    if target != f"releases/{release.name}":
+        report.plan.append(f"link {place.current} -> releases/{release.name} (now: {target or 'none'})")
+    if seen.drop_in != text:
+        report.plan.append(f"write {seen.unit.drop_in}:")
+        before, after = (seen.drop_in or "").splitlines(), text.splitlines()
+        report.plan += [f"    {line}" for line in list(difflib.unified_diff(before, after, lineterm="", n=9))[2:]]
+    confirmed = (seen.state or {}).get("release") == release.name and not seen.pending
+    if seen.drop_in != text or not confirmed or not seen.unit.state().is_up:
+        report.plan.append(f"systemctl daemon-reload, restart {seen.unit.name}, wait for /health, confirm every worker")

@@ -1,0 +1,173 @@
+"""Asks the service's own interpreter what it is and what it has. Runs in it, as the service's user, in its environment.
+
+`probe` is for before anything is on the host: the contract is that of the zip. `doctor` is for a release that has been
+put in place: everything is then the release's own, found the way a worker will find it. When the package has a `doctor`
+command of its own, that takes this one's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import platform
+import runpy
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+BACKEND = "sglang.srt.layers.attention.triton_backend"
+# Free memory that a GPU must have for a self-test beside the service.
+SELFTEST_BYTES = 2 << 30
+
+
+def probe(hide_gpus: bool) -> dict[str, Any]:
+    """What this interpreter is. It imports SGLang's backend, better with the GPUs hidden: the service is using them."""
+    major, minor = sys.version_info[:2]
+    threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    facts: dict[str, Any] = {
+        "implementation": sys.implementation.name,
+        "version": platform.python_version(),
+        "tag": f"cp{major}{minor}{threads}",
+        "abi": sysconfig.get_config_var("SOABI"),
+        "machine": platform.machine(),
+        "libc": list(platform.libc_ver()),
+        "python_path": os.environ.get("PYTHONPATH", ""),
+        "kdtree": {name: value for name, value in os.environ.items() if name.startswith("KDTREE_")},
+        "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", None),
+        "torch": None,
+        "cuda": None,
+        "numpy": _version("numpy"),
+        "sglang": None,
+        "have": {name: _version(*names) for name, names in _BUNDLED.items()},
+    }
+    facts.update(_torch())
+    facts.update(_contract(hide_gpus))
+    return facts
+
+
+_BUNDLED = {"wrapt": ("wrapt",), "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")}
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def _torch() -> dict[str, Any]:
+    """From torch's version file: its import takes seconds and may wake the GPUs."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return {}
+    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return {"torch": values.get("__version__"), "cuda": values.get("cuda")}
+
+
+def _contract(hide_gpus: bool) -> dict[str, Any]:
+    """The violations, or why they could not be found out."""
+    if hide_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        from kdtree_patch import contract
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = importlib.import_module(BACKEND)
+        return {"sglang": contract.sglang_version(), "violations": contract.check(module)}
+    except BaseException as error:  # SGLang's import may end in anything, sys.exit() included
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        return {"sglang": _version("sglang"), "violations": None, "import_error": detail}
+
+
+def doctor(release: Path, targets: list[str], free_bytes: int, check_contract: bool) -> dict[str, Any]:
+    """Findings about a release, as a worker would meet it; an empty list means that it may be switched to.
+
+    A preflight has just checked the contract of a release that is being deployed; that of an older one is checked here.
+    """
+    findings: list[str] = []
+    done: list[str] = []
+    if not any(type(finder).__name__ == "KdtreePackageFinder" for finder in sys.meta_path):
+        loaded = getattr(sys.modules.get("sitecustomize"), "__file__", "none")
+        findings.append(
+            f"the sitecustomize of {release} was not loaded: PYTHONPATH is {_python_path()}, and {loaded} was"
+        )
+        return {"findings": findings, "done": done}
+    sys.path.append(str(release / "vendor"))  # where sitecustomize.py puts it when the backend is imported
+    try:
+        done += _import_what_a_worker_needs(release)
+        done += _compile(targets)
+        done += _self_test(release, free_bytes, findings)
+        if check_contract:
+            facts = _contract(hide_gpus=True)
+            findings += facts["violations"] or ([facts["import_error"]] if "import_error" in facts else [])
+            done.append(f"contract checked against SGLang {facts['sglang']}")
+    except BaseException as error:
+        findings.append(" ".join(f"{type(error).__name__}: {error}".split())[:1000])
+    return {"findings": findings, "done": done}
+
+
+def _python_path() -> str:
+    return os.environ.get("PYTHONPATH", "not set")
+
+
+def _import_what_a_worker_needs(release: Path) -> list[str]:
+    import kdtree_patch
+    from kdtree_patch import compile as compiling
+    from kdtree_patch.settings import Settings
+
+    found = Path(kdtree_patch.__file__ or "").resolve().parent.parent
+    if found != release.resolve():
+        raise RuntimeError(f"kdtree_patch was found in {found}, not in {release}")
+    settings = Settings.from_environ(os.environ)
+    import wrapt
+
+    cupy = compiling.import_cupy(settings.cache_dir)
+    return [
+        f"wrapt {getattr(wrapt, '__version__', '')} from {wrapt.__file__}",
+        f"cupy {cupy.__version__} from {cupy.__file__}",
+    ]
+
+
+def _command(*words: str) -> tuple[int, str]:
+    """`python -m kdtree_patch ...` in this process. Returns its exit status and what it printed."""
+    from kdtree_patch import __main__ as command_line
+
+    before, sys.argv = sys.argv, ["kdtree_patch", *words]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            try:
+                status = command_line.run_command()
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 2
+    finally:
+        sys.argv = before
+    return status, output.getvalue()
+
+
+def _compile(targets: list[str]) -> list[str]:
+    """What a worker does before it loads the kernel, for every kind of GPU here; what is cached already stays."""
+    from kdtree_patch import compile as compiling
+    from kdtree_patch.settings import Settings
+
+    cache_dir = Settings.from_environ(os.environ).cache_dir
+    paths = [compiling.cached_binary(target, cache_dir) for target in targets]
+    for path in paths:
+        if path.parent != cache_dir:
+            raise RuntimeError(f"the kernel went into {path.parent}, because {cache_dir} cannot be used")
+    return [f"kernel for {target}: {path}" for target, path in zip(targets, paths, strict=True)]
+
+
+def _self_test(release: Path, free_bytes: int, findings: list[str]) -> list[str]:
+    if not (release / "kdtree_patch" / "selftest.py").exists():
+        return ["self-test left out: this release has none"]
+    if free_bytes < SELFTEST_BYTES:
+        return [f"self-test left out: no GPU has {SELFTEST_BYTES >> 30} GiB free beside the service"]
+    status, output = _command("selftest")
+    if status != 0:
+        findings.append(f"self-test ended with status {status}: {' '.join(output.split())[-500:]}")
+    return ["self-test passed"] if status == 0 else []

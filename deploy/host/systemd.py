@@ -1,0 +1,252 @@
+"""systemd on this host: what it knows of a unit, through its D-Bus interface, and the few things we ask it to do.
+
+D-Bus rather than the text of `systemctl show`, which does not quote: a word with a space in it looks like two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BUS = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
+# Before the name of each transaction's transient unit.
+TRANSACTION = "kdtree-deploy-"
+DROP_IN = "50-kdtree.conf"
+UNITS = Path("/etc/systemd/system")
+
+_UNIT = "org.freedesktop.systemd1.Unit"
+_SERVICE = "org.freedesktop.systemd1.Service"
+_OF_UNIT = (
+    *("LoadState", "ActiveState", "SubState", "FragmentPath", "DropInPaths", "InvocationID", "NeedDaemonReload"),
+    *("ActiveEnterTimestamp", "StateChangeTimestamp"),
+)
+_OF_SERVICE = (
+    *("ExecStart", "User", "Group", "DynamicUser", "WorkingDirectory", "RootDirectory", "RootImage"),
+    *("Environment", "EnvironmentFiles", "UnsetEnvironment", "PassEnvironment"),
+    *("StandardOutput", "StandardError", "MainPID", "NRestarts", "Result"),
+)
+
+
+class SystemdError(Exception):
+    """systemd, or a program that talks to it, did not do what was asked; the message has its words."""
+
+
+def run(*words: str, check: bool = True, timeout: float = 60, stdin: str | None = None) -> str:
+    """Standard output of a program; SystemdError with its standard error if it fails."""
+    try:
+        done = subprocess.run(
+            words, input=stdin or "", capture_output=True, text=True, errors="replace", timeout=timeout
+        )
+    except FileNotFoundError:
+        raise SystemdError(f"{words[0]} is not on this host") from None
+    except subprocess.TimeoutExpired:
+        raise SystemdError(f"{words[0]} {words[1]} did not answer within {timeout:.0f} s") from None
+    if check and done.returncode != 0:
+        what = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise SystemdError(f"{' '.join(words[:2])}: {what}")
+    return done.stdout
+
+
+def _bus(*words: str) -> list[Any]:
+    output = run("busctl", "--json=short", *words)
+    return [json.loads(line)["data"] for line in output.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a unit stands at one moment."""
+
+    active: str  # active, activating, deactivating, inactive, failed
+    sub: str
+    invocation: str  # of the current or last start, 32 hex digits; "" if there was none
+    restarts: int  # by systemd itself, since somebody last started it by hand
+    result: str
+    main_pid: int
+
+    @property
+    def is_up(self) -> bool:
+        return self.active in ("active", "activating", "reloading")
+
+
+class Unit:
+    """A service unit. What is configured is read once; `state` asks anew."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._path = _bus("call", *BUS, "org.freedesktop.systemd1.Manager", "LoadUnit", "s", name)[0][0]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the configuration again, after a daemon-reload."""
+        self._values = self._get(_UNIT, _OF_UNIT) | (self._get(_SERVICE, _OF_SERVICE) if self._is_service() else {})
+
+    def _is_service(self) -> bool:
+        return self.name.endswith(".service")
+
+    def _get(self, interface: str, names: Iterable[str]) -> dict[str, Any]:
+        wanted = list(names)
+        values = _bus("get-property", BUS[0], self._path, interface, *wanted)
+        return {name: values[index] for index, name in enumerate(wanted)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    @property
+    def exists(self) -> bool:
+        return self["LoadState"] == "loaded"
+
+    def state(self) -> State:
+        unit = self._get(_UNIT, ("ActiveState", "SubState", "InvocationID"))
+        service = self._get(_SERVICE, ("NRestarts", "Result", "MainPID"))
+        return State(
+            active=unit["ActiveState"],
+            sub=unit["SubState"],
+            invocation=bytes(unit["InvocationID"]).hex(),
+            restarts=service["NRestarts"],
+            result=service["Result"],
+            main_pid=service["MainPID"],
+        )
+
+    @property
+    def argv(self) -> list[str]:
+        """Of its one ExecStart."""
+        return list(self["ExecStart"][0][1])
+
+    @property
+    def user(self) -> pwd.struct_passwd:
+        """Whom it runs as. KeyError if there is no such user."""
+        name = self["User"] or "root"
+        return pwd.getpwuid(int(name)) if name.isdigit() else pwd.getpwnam(name)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment= as systemd holds it, our drop-in included; of EnvironmentFile= nothing is here."""
+        return as_mapping(self["Environment"])
+
+    @property
+    def drop_in(self) -> Path:
+        return UNITS / f"{self.name}.d" / DROP_IN
+
+    def files(self) -> list[Path]:
+        """The unit file and its drop-ins, in the order in which systemd reads them."""
+        return [Path(path) for path in (self["FragmentPath"], *self["DropInPaths"]) if path]
+
+
+def as_mapping(words: Iterable[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+_CONTINUED = re.compile(r"\\\n")
+
+
+def environment_of(texts: Iterable[str]) -> dict[str, str]:
+    """What the Environment= lines of unit files say, read in this order.
+
+    systemd itself only tells the sum of all files, and what a unit would say without our drop-in is needed. Specifiers
+    other than %% stay as they are. Raises ValueError for quoting that is not closed.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        section = ""
+        for line in _CONTINUED.sub(" ", text).splitlines():
+            line = line.strip()
+            if line.startswith("["):
+                section = line
+            name, equals, value = line.partition("=")
+            if section != "[Service]" or name.strip() != "Environment" or not equals:
+                continue
+            if not value.strip():
+                found.clear()
+            found.update(as_mapping(word.replace("%%", "%") for word in shlex.split(value)))
+    return found
+
+
+def quoted(name: str, value: str) -> str:
+    """`Environment="NAME=value"`, such that systemd reads exactly the value."""
+    text = f"{name}={value}".replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'Environment="{text}"'
+
+
+def run_as(unit: Unit, variables: Mapping[str, str], *words: str, stdin: str, timeout: float) -> tuple[int, str, str]:
+    """Runs a program as the unit would: systemd starts it, with the unit's user, folder and environment files.
+
+    `variables` is its Environment=. Returns the exit status, standard output and standard error.
+    """
+    settings = [f"--setenv={name}={value}" for name, value in variables.items()]
+    for name in ("User", "Group", "WorkingDirectory"):
+        if unit[name]:
+            # "!" marks a folder that may be missing, which a unit file says with "-".
+            settings.append(f"--property={name}={unit[name].replace('!', '-', 1)}")
+    for path, optional in unit["EnvironmentFiles"]:
+        settings.append(f"--property=EnvironmentFile={'-' if optional else ''}{path}")
+    settings += [f"--property=RuntimeMaxSec={timeout:.0f}", f"--description=kdtree_patch looks at {unit.name}"]
+    command = [
+        "systemd-run",
+        "--quiet",
+        "--pipe",
+        "--wait",
+        "--collect",
+        "--service-type=exec",
+        *settings,
+        "--",
+        *words,
+    ]
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout + 30, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def transactions() -> list[str]:
+    """The descriptions of the transactions that are under way on this host."""
+    states = "--state=active,activating,deactivating"
+    words = ("systemctl", "list-units", "--plain", "--no-legend", "--full", "--no-pager", states, f"{TRANSACTION}*")
+    return [line.split(None, 4)[-1] for line in run(*words, check=False).splitlines() if line.strip()]
+
+
+def reload_manager() -> None:
+    run("systemctl", "daemon-reload", timeout=120)
+
+
+def restart(name: str) -> None:
+    """Asks for a restart and does not wait for it. A unit that has failed too often is forgiven first."""
+    run("systemctl", "reset-failed", name, check=False)
+    run("systemctl", "restart", "--no-block", name)
+
+
+def stop(name: str) -> None:
+    run("systemctl", "stop", name, timeout=300)
+
+
+def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
+    """The old file or the new one, whatever happens in between."""
+    temporary = half_written(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def half_written(path: Path) -> Path:
+    """What `write_whole` leaves behind if it is killed."""
+    return path.with_name(f".{path.name}.new")
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

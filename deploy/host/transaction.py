@@ -1,0 +1,382 @@
+"""A change of one unit, from the release in place to the service confirmed, or back to where it was.
+
+It runs on the host as a transient unit of its own, so that a connection that breaks, or an operator who goes home, does
+not stop it half way. Before the service is touched, what it
+ran before is written to `pending.json`, which goes when the outcome is certain; a transaction that finds one, because
+the host itself went down in between, first puts back what it says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from deploy.host import gpus, look, release, service, systemd, wire
+from deploy.host.command import Command, Refused, python_path_problem
+from deploy.host.look import Look
+from deploy.host.release import ReleaseError
+from deploy.host.service import Failed, Start
+from deploy.host.systemd import SystemdError, Unit, run_as
+
+DOCTOR_SECONDS = 900
+# For a service that worked before: however short the time that a new release is given, this one is waited for.
+PATIENCE = 1200.0
+
+
+class Transaction:
+    """`order`: action, unit, prefix, timeout; for a deployment also mode, release, archive, by."""
+
+    def __init__(self, order: dict[str, Any]):
+        self.order = order
+        self.prefix = Path(order["prefix"])
+        self.timeout = float(order["timeout"])
+        self.seen = Look(Unit(order["unit"]), self.prefix)
+        if self.seen.reads_stale and self.seen.pending is None:
+            raise Refused(
+                f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
+            )
+        self.must_restart = False
+        self._step = ""
+        # Now, because it may be the running service that tells, which a failed start leaves us without.
+        self._command: Command | Refused
+        try:
+            self._command = self.seen.command()
+        except Refused as refused:
+            self._command = refused
+
+    @property
+    def unit(self) -> Unit:
+        return self.seen.unit
+
+    def command(self) -> Command:
+        if isinstance(self._command, Refused):
+            raise self._command
+        return self._command
+
+    # ------------------------------------------------------------------------------------------------------ the actions
+
+    def deploy(self) -> None:
+        order = self.order
+        self.to_release(order["release"], order["mode"], Path(order["archive"]) if order["archive"] else None)
+
+    def rollback(self) -> None:
+        if self.seen.pending is not None:
+            self.recover()
+            self.put_back_and_wait(self.seen.pending, "the last change was cut off before it was confirmed")
+            return
+        state = self.seen.state
+        if state is None:
+            raise Refused(f"{self.unit.name} has no deployment in {self.prefix}")
+        if state["rolled_back"]:
+            self.say(f"{self.unit.name} was rolled back to {state['release']} already: nothing to do")
+            return
+        previous = state["previous"]
+        if not previous:
+            raise Refused(f"{state['release']} was the first release of {self.unit.name}: `make undeploy` takes it off")
+        self.to_release(previous["release"], previous["mode"], None, rolled_back=True)
+
+    def undeploy(self) -> None:
+        self.recover()
+        if self.seen.drop_in is None and not self.must_restart and not self.seen.runs_ours():
+            release.remove_everything(self.seen.place)
+            self.say(f"{self.unit.name} has nothing of ours: nothing to do")
+            return
+        self.step("switch")
+        before = self.begin()
+        self.put_drop_in(None)
+        if before["active"] and isinstance(self._command, Refused):
+            self.say(f"restarting {self.unit.name}: stock; whether it is healthy cannot be told ({self._command})")
+            systemd.restart(self.unit.name)
+        elif before["active"]:
+            try:
+                self.start("stock", serve=False, patience=PATIENCE)
+            except Failed as failed:
+                release.remove_everything(self.seen.place)
+                raise Failed(f"{failed}; nothing of ours is left in the unit, so the reason lies elsewhere") from failed
+        release.remove_everything(self.seen.place)
+        self.say(f"{self.unit.name} is as it was before the first deployment")
+
+    def to_release(self, name: str, mode: str, archive: Path | None, rolled_back: bool = False) -> None:
+        self.recover()
+        place = self.seen.place
+        new = False
+        try:
+            self.step("release")
+            new = release.install(place, name, archive)
+            self.say(f"{place.releases / name} " + ("is in place" if new else "is there already"))
+            command = self.command()
+            text = release.drop_in_text(place.releases / name, self.seen.python_path, mode, self.unit.user.pw_uid)
+            if self.is_done(name, text, command):
+                self.say(f"{self.unit.name} runs {name} in mode {mode} already, confirmed: no change")
+                return
+            self.step("doctor")
+            self.doctor(place.releases / name, command)
+        except Exception as error:
+            if new:
+                shutil.rmtree(place.releases / name, ignore_errors=True)
+            if self.must_restart:
+                self.put_back_and_wait(self.seen.pending or {}, str(error))
+            else:
+                self.say("the service has not been touched")
+            raise
+        finally:
+            if archive is not None:
+                archive.unlink(missing_ok=True)
+        self.switch(name, mode, text, command, rolled_back)
+        try:
+            gone = release.prune(place)
+        except OSError as error:  # no reason to call a confirmed deployment failed
+            gone = []
+            self.say(f"old releases could not be removed: {error}")
+        if gone:
+            self.say(f"old releases removed: {', '.join(gone)}")
+
+    def is_done(self, name: str, text: str, command: Command) -> bool:
+        state = self.seen.state or {}
+        return (
+            not self.must_restart
+            and self.seen.drop_in == text
+            and state.get("release") == name
+            and release.current(self.seen.place) == name
+            and self.unit.state().is_up
+            and service.healthy(look.health_url(command))
+        )
+
+    # -------------------------------------------------------------------------------------------------------- the steps
+
+    def doctor(self, folder: Path, command: Command) -> None:
+        """Everything that can fail in a worker, tried by the service's own interpreter while the service goes on."""
+        problem = python_path_problem(command)
+        if problem:
+            raise Refused(problem)
+        user = self.unit.user
+        release.own_cache(folder, user.pw_uid, user.pw_gid)
+        found = gpus.on_this_host()
+        targets = list(dict.fromkeys(gpu.target for gpu in found if gpu.target))
+        if not targets:
+            raise Failed("no GPU here that the kernel runs on")
+        order = {
+            "release": str(folder),
+            "targets": targets,
+            "free_bytes": max(gpu.free_bytes for gpu in found),
+            "contract": self.order["action"] != "deploy",
+        }
+        entries = f"{folder}:{self.seen.python_path}" if self.seen.python_path else str(folder)
+        variables = self.seen.variables() | {
+            "PYTHONPATH": entries,
+            "KDTREE_MODE": "off",  # it looks; it does not patch itself
+            "KDTREE_CACHE_DIR": str(release.cache_of(folder, user.pw_uid)),
+        }
+        words = [command.interpreter, "-c", wire.LOADER, "doctor", wire.packed(order)]
+        archive = wire.as_line(self.order["code"])
+        status, output, error = run_as(self.unit, variables, *words, stdin=archive, timeout=DOCTOR_SECONDS)
+        answer = wire.answer_in(output)
+        if answer is None:
+            raise Failed(f"the doctor ended with status {status}: {' '.join(error.split())[-500:]}")
+        for line in answer["done"]:
+            self.say(line)
+        if answer["findings"]:
+            raise Failed("the doctor found: " + "; ".join(answer["findings"]))
+
+    def switch(self, name: str, mode: str, text: str, command: Command, rolled_back: bool) -> None:
+        self.step("switch")
+        before = self.begin()
+        place = self.seen.place
+        start = None
+        try:
+            self.put_drop_in(text)
+            self.check_environment(text)
+            release.point_current(place, name)
+            start = self.start(f"{name}, mode {mode}", serve=mode != "off")
+            self.step("confirm")
+            level = self.seen.own.get("KDTREE_LOG_LEVEL", "info")
+            start.confirm(look.workers_of(command), command, {"mode": mode, "log_level": level}, self.say)
+            self.write_state(name, mode, start.invocation, rolled_back)
+        except Exception as error:  # whatever it is, the service must not stay between the two
+            lines = service.relevant(start.journal.lines) if start else getattr(error, "lines", [])
+            self.put_back_and_wait(before, f"{error}")
+            raise Failed(str(error), lines) from error
+        place.pending.unlink(missing_ok=True)
+        self.say(f"{self.unit.name} runs {name} in mode {mode}")
+
+    def write_state(self, name: str, mode: str, invocation: str, rolled_back: bool) -> None:
+        was = self.seen.state or {}
+        previous = {key: was[key] for key in ("release", "mode")} if was else None
+        if was.get("release") == name:  # the same release in another mode, or confirmed anew
+            previous = was.get("previous")
+        state = {
+            "release": name,
+            "mode": mode,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "by": self.order["by"],
+            "invocation": invocation,
+            "previous": None if rolled_back else previous,
+            "rolled_back": rolled_back,
+        }
+        systemd.write_whole(self.seen.place.state, json.dumps(state, indent=1) + "\n")
+
+    def recover(self) -> None:
+        """Puts back what a transaction that died in the middle had found. The service is restarted by what follows."""
+        pending = self.seen.pending
+        if pending is None:
+            return
+        self.say("the last change of this unit was cut off before it was confirmed: putting back what was there before")
+        self.put_drop_in(pending["drop_in"])
+        release.point_current(self.seen.place, pending["current"])
+        self.must_restart = True
+
+    def begin(self) -> dict[str, Any]:
+        """Writes down what is there now. From here on, until the outcome is certain, it can be put back."""
+        place = self.seen.place
+        if self.seen.pending is not None:
+            return self.seen.pending
+        place.records.mkdir(parents=True, exist_ok=True)
+        before = {
+            "drop_in": self.seen.drop_in,
+            "current": release.current(place),
+            "active": self.unit.state().is_up,
+            "action": self.order["action"],
+            "release": self.order.get("release"),
+        }
+        systemd.write_whole(place.pending, json.dumps(before), mode=0o600)
+        return before
+
+    def put_drop_in(self, text: str | None) -> None:
+        """Writes or removes the drop-in, and has systemd read it."""
+        path = self.unit.drop_in
+        if text is None:
+            path.unlink(missing_ok=True)
+            systemd.half_written(path).unlink(missing_ok=True)
+            if path.parent.is_dir() and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+        else:
+            path.parent.mkdir(exist_ok=True)
+            systemd.write_whole(path, text)
+        systemd.reload_manager()
+        self.unit.refresh()
+
+    def check_environment(self, text: str) -> None:
+        """That systemd now has what the drop-in says."""
+        expected = self.seen.own | systemd.environment_of([text])
+        for name in look.RESERVED:
+            has = self.unit.environment.get(name)
+            if has != expected.get(name):
+                raise Failed(f"another file of {self.unit.name} sets {name}={has!r} after ours: remove it there")
+
+    def start(self, what: str, serve: bool, patience: float = 0) -> Start:
+        """Restarts the unit and waits until it is healthy, for `patience` seconds if TIMEOUT is less.
+
+        Raises Failed with the journal's lines.
+        """
+        state = self.unit.state()
+        secrets = look.secrets_of(self.unit, state.main_pid)
+        start = Start(self.unit, look.health_url(self.command()), state.invocation)
+        self.say(f"restarting {self.unit.name}: {what}")
+        self.must_restart = True  # whatever comes, it does not run any more what it ran before
+        systemd.restart(self.unit.name)
+        try:
+            start.wait(max(self.timeout, patience), self.say, secrets, serve)
+        except Failed as failed:
+            start.journal.read()
+            failed.lines = service.relevant(start.journal.lines)
+            raise
+        return start
+
+    def put_back_and_wait(self, before: dict[str, Any], why: str) -> None:
+        self.step("roll back")
+        self.say(f"FAILED: {why}")
+        self.say("putting back what was there before")
+        self.put_drop_in(before["drop_in"])
+        release.point_current(self.seen.place, before["current"])
+        if not self.must_restart:
+            self.say("the service has not been touched")
+        elif before["active"]:
+            try:
+                self.start("as it was before", serve=False, patience=PATIENCE)
+            except Failed as failed:
+                text = f"{why}; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
+                raise Failed(text, failed.lines) from failed
+        else:
+            systemd.stop(self.unit.name)
+        self.seen.place.pending.unlink(missing_ok=True)
+        if self.seen.state is None:
+            shutil.rmtree(self.seen.place.records, ignore_errors=True)
+        self.say(f"{self.unit.name} is as it was before" + ("" if before["active"] else ", not running"))
+
+    # ------------------------------------------------------------------------------------------------------------ lines
+
+    def step(self, name: str) -> None:
+        if name != self._step:
+            self._step = name
+            print(f"==> {name}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(f"    {text}", flush=True)
+
+
+def run_order(order: dict[str, Any]) -> int:
+    """The transient unit's whole life. Its lines go to the journal, where whoever asked for it reads them."""
+    os.umask(0o022)
+    code = Path(order["code"])
+    order["code"] = code.read_bytes()
+    code.unlink()  # at once, so that nothing is left behind whatever happens: this process has read all it needs
+    try:
+        lock = lock_the_host()
+    except Busy as busy:
+        wire.say({"ok": False, "reason": str(busy), "lines": []})
+        return 1
+    try:
+        transaction = Transaction(order)
+        getattr(transaction, order["action"])()
+        result: dict[str, Any] = {"ok": True}
+    except (Failed, Refused, ReleaseError, SystemdError) as error:
+        result = {"ok": False, "reason": str(error), "lines": getattr(error, "lines", [])}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"ok": False, "reason": f"{type(error).__name__}: {error}", "lines": []}
+    os.close(lock)
+    wire.say(result)
+    return 0 if result["ok"] else 1
+
+
+class Busy(Exception):
+    """Somebody else is changing this host; the message says who."""
+
+
+def lock_the_host() -> int:
+    """One transaction at a time. The lock is on the folder that transactions write to: there is no lock file to be left
+    behind, and the kernel lets go of it when the process ends, however it does.
+    """
+    lock = os.open(systemd.UNITS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        others = systemd.transactions()
+        raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
+    return lock
+
+
+def launch(order: dict[str, Any]) -> dict[str, Any]:
+    """Starts a transaction and returns at once with its name, as a unit and in the journal."""
+    token = f"{systemd.TRANSACTION}{os.urandom(6).hex()}"
+    code = Path(f"/run/{token}.pyz")
+    descriptor = os.open(code, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(wire.own_zip())
+    words = ["systemd-run", "--quiet", "--collect", f"--unit={token}", f"--property=SyslogIdentifier={token}"]
+    words += [f"--description={order['action']} of {order['unit']} by {order['by']}"]
+    words += ["--", sys.executable, "-I", str(code), "transaction", wire.packed({**order, "code": str(code)})]
+    try:
+        systemd.run(*words)
+    except SystemdError:
+        code.unlink(missing_ok=True)
+        raise
+    return {"token": token}

@@ -1,0 +1,270 @@
+"""The operator's side of each action: what is asked of which host, in which order, and what is printed.
+
+Up to `launch` nothing has happened to the service. From there on the host does it alone (deploy/host/transaction.py)
+and this side only reads along, over a new connection if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyinfra.operations import files
+
+from deploy import bundle
+from deploy.bundle import BundleError, Source
+from deploy.host import wire
+from deploy.options import Host, Options, operator
+from deploy.remote import ConnectionLost, Remote, RemoteError
+
+_POLL_SECONDS = 1.0
+_POLL_LIMIT = 60
+# After the transaction's end, for its last lines.
+_QUIET_POLLS = 3
+# How long a lost connection is tried again while a transaction goes on without it.
+_RECONNECT_SECONDS = 300.0
+
+
+class Stop(Exception):
+    """This action ends here; the message is the reason."""
+
+
+@dataclass
+class Target:
+    """One host on the way."""
+
+    host: Host
+    remote: Remote
+    report: dict[str, Any]
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def step(name: str, host: Host) -> None:
+    say(f"==> {name} {host}")
+
+
+def _run(action: Callable[[Options], None]) -> Callable[[Options], int]:
+    """An action as a command: what goes wrong is one line, and a status that is not 0."""
+
+    def command(options: Options) -> int:
+        try:
+            action(options)
+        except ConnectionLost as error:
+            say(f"FAILED: {error}")
+            return 1
+        except (Stop, BundleError, RemoteError) as error:
+            say(f"FAILED: {error}")
+            return 1
+        return 0
+
+    return command
+
+
+# --------------------------------------------------------------------------------------------------------------- deploy
+
+
+def deploy(options: Options) -> None:
+    source = bundle.source()
+    if source.dirty and not options.force and not options.dry_run:
+        names = ", ".join(source.dirty[:5]) + (" ..." if len(source.dirty) > 5 else "")
+        raise Stop(f"the checkout has changes that are in no commit ({names}): commit them, or say FORCE=1")
+    say(f"release {source.release}, {len(source.files)} files, mode {options.mode}")
+    targets = [preflight(host, options, source) for host in options.hosts]
+    bad = [target for target in targets if target.report["findings"]]
+    if bad:
+        raise Stop(f"preflight of {', '.join(str(target.host) for target in bad)}; nothing has been changed anywhere")
+    if options.dry_run:
+        say("dry run: nothing has been changed")
+        return
+    for index, target in enumerate(targets):
+        try:
+            deploy_one(target, options, source)
+        except (Stop, BundleError, RemoteError, ConnectionLost) as error:
+            rest = ", ".join(str(later.host) for later in targets[index + 1 :])
+            raise Stop(f"{error}" + (f"; not begun: {rest}" if rest else "")) from error
+
+
+def preflight(host: Host, options: Options, source: Source) -> Target:
+    """Looks at a host and prints what it saw. Findings are in the report; a host that does not answer is one, too."""
+    step("preflight", host)
+    remote = Remote(host)
+    order = {"unit": options.unit, "prefix": options.prefix, "mode": options.mode, "release": source.release}
+    try:
+        report = remote.ask("preflight", order)
+    except (ConnectionLost, RemoteError) as error:
+        report = {"facts": [], "findings": [str(error)], "warnings": [], "plan": [], "data": {}}
+    show(report["facts"])
+    if options.mode == "shadow" and report["data"].get("graphs"):
+        report["warnings"].append("shadow mode validates nothing under CUDA graphs: start with --disable-cuda-graph")
+    for text in report["warnings"]:
+        say(f"    warning: {text}")
+    for text in report["findings"]:
+        say(f"    FINDING: {text}")
+    if not report["findings"]:
+        say("    what is to be done:" if report["plan"] else "    nothing is to be done")
+        for line in report["plan"]:
+            say(f"      {line}")
+    return Target(host, remote, report)
+
+
+def show(facts: list[list[str]]) -> None:
+    for name, value in facts:
+        say(f"    {name:<14}{value}")
+
+
+def deploy_one(target: Target, options: Options, source: Source) -> None:
+    step("bundle", target.host)
+    data = target.report["data"]
+    key = bundle.wheel_key(data["probe"])
+    there: dict[str, Any] = data["releases"]
+    existing = there.get(source.release)
+    archive = ""
+    if existing is not None:
+        if existing["digest"] != source.digest or existing["wheel_key"] != key:
+            raise Stop(
+                f"{target.host} has a release {source.release} already, made for {existing['wheel_key']['tag']} and "
+                "other wheels: units that need different ones need a PREFIX each"
+            )
+        say(f"    {source.release} is on the host already: nothing to send")
+    else:
+        archive = send(target, options, source, key, there)
+    order = {"mode": options.mode, "release": source.release, "archive": archive}
+    transact("deploy", target.remote, options, order)
+
+
+def send(target: Target, options: Options, source: Source, key: dict[str, Any], there: dict[str, Any]) -> str:
+    """Puts the archive onto the host, under a name that nobody else uses. Returns it."""
+    donor = next((name for name, manifest in there.items() if manifest["wheel_key"] == key), None)
+    wheels = () if donor else bundle.wheels(key)
+    for wheel in wheels:
+        say(f"    {wheel.name}, {wheel.stat().st_size / (1 << 20):.1f} MiB")
+    if donor:
+        say(f"    wrapt and cupy are those of {donor}")
+    incoming = f"{options.prefix}/incoming"
+    name = f"{incoming}/{source.release}-{os.urandom(4).hex()}.tar"
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder) / "release.tar"
+        bundle.pack(source, key, wheels, donor, archive)
+        say(f"    sending {archive.stat().st_size / (1 << 20):.1f} MiB to {name}")
+        owner = {"user": "root", "group": "root"}
+        target.remote.apply(
+            (files.directory, dict(path=options.prefix, mode="755", **owner)),
+            (files.directory, dict(path=incoming, mode="700", **owner)),
+            (files.put, dict(src=str(archive), dest=name, mode="600", **owner)),
+        )
+    return name
+
+
+# --------------------------------------------------------------------------------------------------------- transactions
+
+
+def transact(action: str, remote: Remote, options: Options, order: dict[str, Any]) -> None:
+    """Has the host do it, and reads along until it is done. Raises Stop with the host's reason."""
+    order = {
+        **order,
+        "action": action,
+        "unit": options.unit,
+        "prefix": options.prefix,
+        "timeout": options.timeout,
+        "by": operator(),
+    }
+    try:
+        token = remote.ask("launch", order)["token"]
+    except ConnectionLost as error:
+        raise ConnectionLost(f"{error}; the host may have begun: see `make status`, or run the same again") from error
+    result = follow(remote, token)
+    if not result["ok"]:
+        for line in result.get("lines", []):
+            say(f"    | {line}")
+        raise Stop(f"{remote.host}: {result['reason']}")
+
+
+def follow(remote: Remote, token: str) -> dict[str, Any]:
+    """Prints the lines of a transaction as they come, until its result, however often the connection breaks."""
+    shown = quiet = 0
+    lost_since: float | None = None
+    command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
+    while True:
+        try:
+            _, output, _ = remote.run(command, timeout=_POLL_LIMIT)
+            lost_since = None
+        except ConnectionLost as error:
+            if lost_since is None:
+                say(f"    (connection lost; the host goes on by itself; trying again: {error})")
+                lost_since = time.monotonic()
+            if time.monotonic() - lost_since > _RECONNECT_SECONDS:
+                raise ConnectionLost(f"{error}; the host goes on by itself, see `make status`") from error
+            time.sleep(2 * _POLL_SECONDS)
+            continue
+        *lines, state = output.splitlines() or [""]
+        result = wire.answer_in("\n".join(lines))
+        fresh = lines[shown:]
+        shown = len(lines)
+        for line in fresh:
+            if not wire.is_answer(line):
+                say(line if not line.startswith("==>") else f"{line} {remote.host}")
+        if result is not None:
+            return result
+        quiet = 0 if fresh or state in ("active", "activating") else quiet + 1
+        if quiet > _QUIET_POLLS:
+            return {"ok": False, "reason": "the transaction ended without a result; run the same command again"}
+        time.sleep(_POLL_SECONDS)
+
+
+def rollback(options: Options) -> None:
+    for host in options.hosts:
+        step("rollback", host)
+        transact("rollback", Remote(host), options, {})
+
+
+def undeploy(options: Options) -> None:
+    for host in options.hosts:
+        step("undeploy", host)
+        transact("undeploy", Remote(host), options, {})
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def status(options: Options) -> None:
+    findings = []
+    for host in options.hosts:
+        step("status", host)
+        answer = Remote(host).ask("status", {"unit": options.unit, "prefix": options.prefix})
+        show(answer["facts"])
+        findings += [f"{host}: {text}" for text in answer["findings"]]
+    if findings:
+        raise Stop("; ".join(findings))
+
+
+def logs(options: Options) -> None:
+    findings = []
+    for host in options.hosts:
+        if len(options.hosts) > 1:
+            step("logs", host)
+        answer = Remote(host).ask("logs", {"unit": options.unit})
+        for line in answer["lines"]:
+            say(line)
+        findings += [f"{host}: {text}" for text in answer["findings"]]
+    if findings:
+        raise Stop("; ".join(findings))
+
+
+ACTIONS: dict[str, Callable[[Options], int]] = {
+    name: _run(action)
+    for name, action in (
+        ("deploy", deploy),
+        ("status", status),
+        ("logs", logs),
+        ("rollback", rollback),
+        ("undeploy", undeploy),
+    )
+}

@@ -1,0 +1,320 @@
+"""The parts of `deploy` that need no host: unit files, releases, journal lines, bundles, and sitecustomize."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import bundle
+from deploy.host import release, service, wire
+from deploy.host.command import Command
+from deploy.host.look import Place, prefix_problem, release_of
+from deploy.host.release import ReleaseError, drop_in_text
+from deploy.host.service import Failed, Journal, Line, Start
+from deploy.host.systemd import State, environment_of, quoted
+from tests.support.env import REPO
+
+# ----------------------------------------------------------------------------------------------------------- unit files
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[Service]\nEnvironment=A=1 B=2\n", {"A": "1", "B": "2"}),
+        ("[Service]\nEnvironment=\"A=x y\" 'B=z'\n", {"A": "x y", "B": "z"}),
+        ("[Service]\nEnvironment=A=1\nEnvironment=\nEnvironment=B=2\n", {"B": "2"}),
+        ("[Service]\nEnvironment=A=1 \\\n  B=2\n", {"A": "1", "B": "2"}),
+        ("[Service]\nEnvironment=A=1\nEnvironment=A=2\n", {"A": "2"}),
+        ("[Unit]\nEnvironment=A=1\n[Service]\n# Environment=B=1\nEnvironment = C=100%%\n", {"C": "100%"}),
+        ("[Service]\nEnvironmentFile=/x\nEnvironment=A=b=c\n", {"A": "b=c"}),
+    ],
+)
+def test_environment_of_unit_files(text: str, found: dict[str, str]) -> None:
+    assert environment_of([text]) == found
+
+
+@pytest.mark.parametrize("value", ["plain", "a b", 'a"b', "a\\b", "100%", "50%%", "a'b", "%n $HOME ${X}", "ü"])
+def test_drop_in_says_exactly_the_value(value: str) -> None:
+    assert environment_of(["[Service]\n" + quoted("A", value)]) == {"A": value}
+
+
+def test_drop_in_prepends_to_the_python_path_of_the_unit() -> None:
+    place = Place(Path("/opt/kdtree"), "x.service")
+    text = drop_in_text(place.releases / "1-a", "/mine:/yours", "shadow", 1000)
+    assert environment_of([text]) == {
+        "PYTHONPATH": "/opt/kdtree/releases/1-a:/mine:/yours",
+        "KDTREE_MODE": "shadow",
+        "KDTREE_CACHE_DIR": "/opt/kdtree/releases/1-a/cache/1000",
+    }
+    alone = drop_in_text(place.releases / "1-a", "", "on", 0)
+    assert environment_of([alone])["PYTHONPATH"] == "/opt/kdtree/releases/1-a"
+    assert release_of(text, place) == release_of(alone, place) == "1-a"
+    assert release_of(None, place) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- releases
+
+
+def archive_with(folder: Path, name: str = "r.tar", **files: str) -> Path:
+    path = folder / name
+    with tarfile.open(path, "w") as tar:
+        for member, text in files.items():
+            info = tarfile.TarInfo(member.replace("__", "/"))
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def wheel(**files: str) -> str:
+    """As text, to go into an archive: latin-1 keeps the bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name.replace("__", "/"), text)
+    return buffer.getvalue().decode("latin-1")
+
+
+def put_together(folder: Path, manifest: dict[str, Any], wheels: dict[str, bytes] | None = None) -> Path:
+    path = folder / f"{len(list(folder.iterdir()))}.tar"
+    members = {"manifest.json": json.dumps(manifest).encode(), "sitecustomize.py": b"x = 1\n"}
+    members |= {f"wheels/{name}": content for name, content in (wheels or {}).items()}
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "kdtree", "x.service")
+
+
+def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: Path) -> None:
+    package = wheel(wrapt____init__="", **{"wrapt-1.data__platlib__extra.py": "y = 2\n"}).encode("latin-1")
+    archive = put_together(tmp_path, {"wheel_key": 1}, {"wrapt-1-py3-none-any.whl": package})
+    assert release.install(place, "1-a", archive)
+    folder = place.releases / "1-a"
+    assert (folder / "vendor" / "extra.py").read_text() == "y = 2\n" and not (folder / "wheels").exists()
+    assert (folder / "sitecustomize.py").stat().st_mode & 0o777 == 0o644
+    assert list(release.manifests(place)) == ["1-a"]
+    assert not release.install(place, "1-a", None)
+
+    second = put_together(tmp_path, {"vendor_from": "1-a"})
+    assert release.install(place, "2-b", second)
+    shared = place.releases / "2-b" / "vendor" / "extra.py"
+    assert os.path.samefile(shared, folder / "vendor" / "extra.py")
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x"])
+def test_archive_that_reaches_out_is_refused(place: Place, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ReleaseError, match="no plain file"):
+        release.install(place, "1-a", archive_with(tmp_path, **{name: "x"}))
+    assert release.manifests(place) == {} and not (place.releases / "1-a").exists()
+
+
+def test_archive_with_a_link_is_refused(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "r.tar"
+    with tarfile.open(path, "w") as tar:
+        info = tarfile.TarInfo("vendor")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc"
+        tar.addfile(info)
+    with pytest.raises(ReleaseError, match="no plain file"):
+        release.install(place, "1-a", path)
+
+
+def test_release_that_was_not_sent_is_refused(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(ReleaseError, match="neither on the host nor"):
+        release.install(place, "1-a", None)
+    with pytest.raises(ReleaseError, match="is gone: run it again"):
+        release.install(place, "1-a", put_together(tmp_path, {"vendor_from": "0-z"}))
+
+
+def test_pruning_keeps_five_and_what_is_in_use(place: Place) -> None:
+    for number in range(9):
+        folder = place.releases / f"{number}-x"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        os.utime(folder / "manifest.json", (number, number))
+    release.point_current(place, "0-x")
+    other = Place(place.prefix, "other.service")
+    other.records.mkdir(parents=True)
+    other.state.write_text(json.dumps({"release": "1-x", "previous": {"release": "2-x"}}))
+    place.records.mkdir(parents=True)
+    place.pending.write_text(json.dumps({"drop_in": 'Environment="PYTHONPATH=/k/releases/3-x:/y"', "current": None}))
+    assert release.prune(place) == []
+    release.point_current(place, "8-x")
+    place.pending.unlink()
+    assert sorted(release.prune(place)) == ["0-x", "3-x"]
+    assert release.current(place) == "8-x"
+
+
+def test_removing_a_unit_keeps_what_another_one_has(place: Place) -> None:
+    other = Place(place.prefix, "other.service")
+    for records in (place.records, other.records, place.releases / "1-a"):
+        records.mkdir(parents=True)
+    release.point_current(place, "1-a")
+    release.remove_everything(place)
+    assert (place.releases / "1-a").is_dir() and not place.records.exists()
+    release.remove_everything(other)
+    assert not place.prefix.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
+def test_prefix_that_somebody_else_could_change_is_refused(tmp_path: Path) -> None:
+    top = Path("/srv") / f"kdtree-test-{os.getpid()}"
+    top.mkdir(mode=0o755)
+    try:
+        assert prefix_problem(top / "not" / "yet", 1000) is None
+        top.chmod(0o777)
+        assert "others may write" in (prefix_problem(top / "x", 1000) or "")
+        top.chmod(0o700)
+        assert "cannot enter" in (prefix_problem(top / "x", 1000) or "") and prefix_problem(top / "x", 0) is None
+        os.chown(top, 1000, 1000)
+        assert "belongs to uid 1000" in (prefix_problem(top / "x", 0) or "")
+    finally:
+        top.rmdir()
+
+
+# ----------------------------------------------------------------------------------------------------- journal, confirm
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("api_key='sk-abc', x", "api_key='***', x"),
+        ("HF_TOKEN=hf_abc y", "HF_TOKEN=*** y"),
+        ("my-known-value here", "*** here"),
+        ("Password: hunter2", "Password: ***"),
+        ("tokens=12 max_new_tokens: 16", "tokens=*** max_new_tokens: ***"),
+        ("[kdtree] shapes q=(9, 8, 576) bs=1", "[kdtree] shapes q=(9, 8, 576) bs=1"),
+    ],
+)
+def test_secrets_are_not_repeated(text: str, clean: str) -> None:
+    assert Journal("0" * 32, ["my-known-value"]).clean(text) == clean
+
+
+class FakeUnit:
+    name = "x.service"
+
+    def state(self) -> State:
+        return State("active", "running", "1" * 32, 0, "success", 1)
+
+
+INSTALLED = "[kdtree] installed version=0.1.0 mode=on"
+SHAPES = "[kdtree] shapes q=(9, 8, 576)"
+LAYER = "[kdtree] L{0} max_abs_diff=1.0e+00 mean=1.0e-01 rel={1} tp_rank=0"
+
+
+def confirm(monkeypatch: pytest.MonkeyPatch, *texts: str, workers: int = 2, mode: str = "on") -> list[str]:
+    """What `confirm` says of a start with these lines, one worker after the other."""
+    monkeypatch.setattr(service, "healthy", lambda url, timeout=5: True)
+    monkeypatch.setattr(service, "generate", lambda url, command: None)
+    monkeypatch.setattr(service, "_LINES_SECONDS", 0.0)
+    monkeypatch.setattr(Journal, "read", lambda self: [])
+    start = Start(FakeUnit(), "http://x", "0" * 32, invocation="1" * 32)  # type: ignore[arg-type]
+    start.journal.lines = [Line(str(100 + index), text) for index, text in enumerate(texts)]
+    said: list[str] = []
+    start.confirm(workers, Command("p", frozenset(), []), {"mode": mode, "log_level": "info"}, said.append)
+    return said
+
+
+def test_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = confirm(monkeypatch, INSTALLED, INSTALLED, SHAPES, LAYER.format(0, "1.9e-03"), LAYER.format(1, "2.1e-03"))
+    assert "validation: 2 layer lines, largest rel 2.10e-03" in said
+    assert "nothing to confirm" in confirm(monkeypatch, mode="off")[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([INSTALLED, SHAPES], "1 of 2 workers logged `installed`"),
+        ([INSTALLED, INSTALLED], "no verify call came to the patch"),
+        ([INSTALLED, INSTALLED, SHAPES, LAYER.format(3, "1.0837e+00")], "rel is above 0.02: .kdtree. L3"),
+        ([INSTALLED, INSTALLED, SHAPES, LAYER.format(3, "nan")], "rel is above"),
+        ([INSTALLED, INSTALLED, SHAPES, "[kdtree] disabled reason=launch_failed"], "disabled reason=launch_failed"),
+        ([INSTALLED, INSTALLED, SHAPES, "[kdtree] ERROR something"], "a worker says"),
+        ([INSTALLED, "[kdtree] declined reason=contract x; the service runs stock"], "a worker declined"),
+        (["[kdtree] ERROR declined reason=bad_setting x; the service runs stock", INSTALLED], "a worker declined"),
+    ],
+)
+def test_not_confirmed(monkeypatch: pytest.MonkeyPatch, lines: list[str], reason: str) -> None:
+    with pytest.raises(Failed, match=reason):
+        confirm(monkeypatch, *lines)
+
+
+def test_declined_kind_of_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm(monkeypatch, INSTALLED, INSTALLED, SHAPES, "[kdtree] declined reason=forward_mode scope=call mode=EXTEND")
+
+
+# --------------------------------------------------------------------------------------------------------------- bundle
+
+
+PROBE = {"tag": "cp312", "machine": "x86_64", "libc": ["glibc", "2.31"], "numpy": "1.26.4", "cuda": "12.8"}
+
+
+def test_wheels_are_those_of_the_services_interpreter() -> None:
+    key = bundle.wheel_key(PROBE)
+    assert [line.split(">")[0] for line in key["requirements"]] == ["wrapt", "cupy-cuda12x"]
+    words = " ".join(bundle.pip_words(key))
+    assert "--python-version 3.12 --abi cp312" in words and "--only-binary=:all:" in words
+    assert "manylinux_2_31_x86_64" in words and "manylinux_2_32_x86_64" not in words and "manylinux2014_x86_64" in words
+    assert "--abi cp313t" in " ".join(bundle.pip_words({**key, "tag": "cp313t"}))
+    with pytest.raises(bundle.BundleError, match="cupy has wheels for glibc"):
+        bundle.pip_words({**key, "libc": ["", ""]})
+
+
+def test_release_of_a_dirty_checkout_has_a_name_of_its_own() -> None:
+    source = bundle.Source(("a",), "0123456789abcdef", "fedcba9876543210", ())
+    assert source.release.endswith("-0123456789ab")
+    dirty = bundle.Source(("a",), "0123456789abcdef", "fedcba9876543210", ("a",))
+    assert dirty.release.endswith("-0123456789ab-dirty-fedcba98")
+
+
+def test_code_for_the_host_needs_only_the_standard_library(tmp_path: Path) -> None:
+    """-S: without site-packages. It answers, and writes nothing."""
+    words = [sys.executable, "-I", "-S", "-c", wire.LOADER, "logs", wire.packed({"unit": "no-such.service"})]
+    done = subprocess.run(
+        words, input=wire.as_line(bundle.host_code()), capture_output=True, text=True, cwd=tmp_path, env={"PATH": ""}
+    )
+    assert "busctl is not on this host" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------- sitecustomize
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["it has none", "it has its own"])
+def test_bundled_packages_come_after_those_of_the_service(tmp_path: Path, own: bool) -> None:
+    """A release has them in `vendor`; a process that never imports the backend does not get to see them."""
+    deployed = tmp_path / "release"
+    for name, text in {
+        "sitecustomize.py": (REPO / "sitecustomize.py").read_text(),
+        "kdtree_patch/__init__.py": "",
+        "kdtree_patch/boot.py": "def arm(name):\n    import extra\n    print(extra.WHOSE)\n",
+        "vendor/extra.py": "WHOSE = 'bundled'\n",
+    }.items():
+        (deployed / name).parent.mkdir(parents=True, exist_ok=True)
+        (deployed / name).write_text(text)
+    theirs = tmp_path / "theirs"
+    backend = theirs / "sglang" / "srt" / "layers" / "attention"
+    backend.mkdir(parents=True)
+    (backend / "triton_backend.py").touch()
+    if own:
+        (theirs / "extra.py").write_text("WHOSE = 'the service'\n")
+    program = (
+        "import importlib.util, sys; early = any('vendor' in entry for entry in sys.path);"
+        "import sglang.srt.layers.attention.triton_backend; print(early)"
+    )
+    env = {"PYTHONPATH": f"{deployed}:{theirs}"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["the service" if own else "bundled", "False"] and done.stderr == ""
