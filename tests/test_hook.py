@@ -38,6 +38,25 @@ def fresh_module(stock: Stock) -> ModuleType:
             self.use_mla = model_runner.use_mla
             self.enable_deterministic = model_runner.enable_deterministic
             self.case: Case = model_runner.case
+            self.prepared: list[tuple[Any, ...]] = []
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            self.prepared.append(("eager", forward_batch.batch_size))
+
+        def init_forward_metadata_capture_cuda_graph(
+            self, bs: int, num_tokens: int, req_pool_indices: Any, seq_lens: Any, encoder_lens: Any, forward_mode: Any,
+            spec_info: Any,
+        ) -> None:  # fmt: skip
+            self.prepared.append(("capture", bs))
+
+        def init_forward_metadata_replay_cuda_graph(
+            self, bs: int, req_pool_indices: Any, seq_lens: Any, seq_lens_sum: int, encoder_lens: Any,
+            forward_mode: Any, spec_info: Any, seq_lens_cpu: Any,
+        ) -> None:  # fmt: skip
+            self.prepared.append(("replay", bs))
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            self.prepared.append(("capture" if in_capture else "replay", forward_batch.batch_size))
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: Any = True, sinks: Any = None,
