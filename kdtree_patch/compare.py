@@ -46,8 +46,10 @@ class Recording:
     switched: bool = False  # the graph itself chooses between the two results
     # SGLang's buffers of offsets, each with the copy that is zeros where the stock kernel is to have nothing to do.
     gates: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    padding: torch.Tensor | None = None  # which tokens are, in the replay to come
-    call: guard.Call | None = None
+    call: guard.Call | None = None  # what its lines say, and its offsets
+    # Which tokens are padding in the replay to come, and scratch memory to find out.
+    padding: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ class Both:
             if not 0 <= layer < LAYERS:
                 raise NotPrepared(f"layer {layer}, where {LAYERS} are told apart")
             other, scratch = self._second_output(out, capturing=True), self._scratch(out, capturing=True)
-            gates, padding = self._gates(values, capturing=True), self._padding(values, capturing=True)
+            gates = self._gates(values, capturing=True)
+            padding, recording.lengths = self._padding(values, capturing=True)
         except NotPrepared as error:
             if self._ledger.first("not prepared"):
                 words = "validation of a CUDA graph failed: no eager call has laid ready %s; this graph runs stock"
@@ -246,8 +249,9 @@ class Both:
     def open_gates(self, recording: Recording) -> None:
         """Lets the stock kernel of the replay to come have its requests, or none; says which tokens are padding."""
         call = recording.call
-        if call is not None and recording.padding is not None:
-            self._comparison.set_padding(call.offsets("kv_indptr"), recording.padding, call.elements)
+        if call is not None and recording.padding is not None and recording.lengths is not None:
+            offsets = call.offsets("kv_indptr")
+            self._comparison.set_padding(offsets, recording.lengths, recording.padding, call.elements)
         torch.logical_or(self._comparison.due, self._comparison.tripped, out=self._open)
         for offsets, gate in recording.gates:
             torch.mul(offsets, self._open, out=gate)
@@ -292,8 +296,11 @@ class Both:
     def _scratch(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("scratch", scratch_elements(out), torch.float64, capturing)
 
-    def _padding(self, values: Mapping[str, Any], capturing: bool) -> torch.Tensor:
-        return self._buffers.get("padding", values["q_extend"].shape[0], torch.bool, capturing)
+    def _padding(self, values: Mapping[str, Any], capturing: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """A flag for each token, a number for each request."""
+        tokens, requests = values["q_extend"].shape[0], values["qo_indptr"].shape[0] - 1
+        padding = self._buffers.get("padding", tokens, torch.bool, capturing)
+        return padding, self._buffers.get("lengths", requests, torch.int64, capturing)
 
     def _gates(self, values: Mapping[str, Any], capturing: bool) -> dict[str, torch.Tensor]:
         """Room for the offsets that the stock kernel of a graph is given."""

@@ -243,17 +243,21 @@ class Comparison:
         """Turns the kernel off in graphs that are captured already, in the order of the current stream."""
         self.tripped.fill_(True)
 
-    def set_padding(self, kv_indptr: torch.Tensor, padding: torch.Tensor, size: int) -> None:
-        """For the replay to come: which of its tokens are padding, of `size` elements of output in all.
+    def set_padding(self, kv_indptr: torch.Tensor, lengths: torch.Tensor, padding: torch.Tensor, size: int) -> None:
+        """For the replay to come: which of its tokens are padding, of `size` elements of output in all. `lengths` is
+        scratch memory, one for each request.
 
         SGLang pads with requests of prefix 1, whose mask is whatever was there before. On such a mask the two kernels
         may differ, and rightly so. A request that does have a prefix of 1 is not compared either.
         """
-        short = (kv_indptr[1:] - kv_indptr[:-1]).le(1)
-        padding.view(short.shape[0], -1).copy_(short.view(-1, 1))
-        self._sizes[1].fill_(float(size))
-        looked_at = padding.logical_not().sum(dtype=torch.float64)
-        torch.mul(looked_at, size / padding.numel(), out=self._sizes[0])
+        requests, tokens = lengths.numel(), padding.numel()
+        torch.sub(kv_indptr[1:], kv_indptr[:-1], out=lengths)
+        of_each = padding.view(requests, -1)
+        torch.le(lengths.view(-1, 1).expand_as(of_each), 1, out=of_each)
+        looked_at, all_of_them = self._sizes[0], self._sizes[1]
+        torch.sum(padding, dim=0, dtype=torch.float64, out=looked_at)
+        looked_at.sub_(tokens).mul_(-size / tokens)
+        all_of_them.fill_(float(size))
 
     def record(
         self, layer: int, ours: torch.Tensor, stock: torch.Tensor, scratch: torch.Tensor, padding: torch.Tensor

@@ -35,6 +35,8 @@ def attention(
     queries, keys, slots = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
     for request in range(len(queries) - 1):
         rows = slice(queries[request], queries[request + 1])
+        if rows.start == rows.stop:
+            continue
         prefix = pool[slots[keys[request] : keys[request + 1]]].double()
         q_len, columns = rows.stop - rows.start, len(prefix) + rows.stop - rows.start
         row_k = torch.cat([prefix, k64[rows, 0]])
