@@ -30,7 +30,7 @@ import torch
 import wrapt
 
 from kdtree_patch import __version__, contract, log
-from kdtree_patch.ledger import Ledger
+from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.route import Kernel, VerifyRouter
 from kdtree_patch.settings import Settings
 
@@ -97,6 +97,8 @@ class Worker:
         except Declined as declined:
             self._say(declined)
         except Exception as error:
+            if is_fatal(error):
+                raise
             self._say(Declined("hook_failed", f"{type(error).__name__}: {error}"))
 
     def kernel_on(self, device: torch.device) -> Kernel:
@@ -305,7 +307,7 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
     except BaseException as error:  # a module may call sys.exit() while it is imported
         raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
     try:
-        return VerifyKernel.load(device, settings.cache_dir, job)
+        kernel = VerifyKernel.load(device, settings.cache_dir, job)
     except KernelUnavailable as error:
         raise Declined(error.reason, str(error)) from error
     except ImportError as error:
@@ -315,6 +317,25 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
         raise Declined("cupy_missing", detail) from error
     except Exception as error:
         raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
+    if settings.selftest:
+        try_out(kernel)
+    return kernel
+
+
+def try_out(kernel: Kernel) -> None:
+    """Raises Declined if the kernel computes wrongly on its device."""
+    from kdtree_patch import selftest
+
+    try:
+        wrong = [one for one in selftest.run(kernel) if not one.good]
+    except Exception as error:
+        if is_fatal(error):
+            raise  # a fault of our kernel has taken the context with it: nothing that comes after could be right
+        raise Declined("selftest_failed", f"{type(error).__name__}: {error}") from error
+    if wrong:
+        worst = max(wrong, key=lambda one: (one.rel != one.rel, one.rel))
+        detail = f"{len(wrong)} cases are wrong, the worst {worst.name}: rel={worst.rel:.2e}, allowed {worst.limit:.0e}"
+        raise Declined("selftest_failed", f"{detail}; python -m kdtree_patch selftest shows them all")
 
 
 def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, object]:

@@ -652,6 +652,6 @@ def test_devices_without_a_kernel() -> None:
 def test_the_kernel_is_asked_for_with_the_cache_and_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("kdtree_patch.kernel.VerifyKernel.load", lambda *args: asked.append(args))
-    settings, job = Settings(), object()
+    settings, job = Settings(selftest=False), object()
     hook.load_kernel(torch.device("cuda:2"), settings, job)  # type: ignore[arg-type]
     assert asked == [(torch.device("cuda:2"), None, job)]
