@@ -100,7 +100,7 @@ TABLE: Final[tuple[Row, ...]] = (
     # The two methods that are wrapped. What else `__init__` takes does not matter: it is passed on.
     Row(BACKEND, "__init__", "wrapped: afterwards the instance gets its router"),
     Row(BACKEND, "forward_extend", "wrapped: only here the forward mode and the layer of an inner call are known"),
-    Row(INIT, "model_runner", "its tp_rank, where it has one, goes into the log lines"),
+    Row(INIT, "model_runner", "its tp_rank, for the log lines, and its server_args.enable_metrics, where it has them"),
     Row(BACKEND, "init_forward_metadata", "wrapped: an eager step begins; what validation has found is fetched"),
     # Before a CUDA graph is captured or replayed SGLang prepares the metadata of its batch: through the first two, or
     # (from 0.5.23) through the third. They are wrapped because nothing else tells the host that a replay is coming.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import wrapt
 
-from kdtree_patch import __version__, contract, log
+from kdtree_patch import __version__, contract, log, metrics
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.route import Kernel, VerifyRouter
 from kdtree_patch.settings import Settings
@@ -71,6 +71,7 @@ class Worker:
         self._load = load
         self._kernels: dict[torch.device, Kernel | Declined] = {}
         self._installed = False
+        self._metered = False
         self._spoken = False
 
     def attach(self, backend: Any, runner: Any) -> None:
@@ -85,6 +86,9 @@ class Worker:
             check_worth_it(backend)
             kernel = self.kernel_on(backend.req_to_token.device)
             rank = tp_rank(runner)
+            if not self._metered:
+                self._metered = True
+                self.ledger.meters = metrics.of_service(getattr(runner, "server_args", None))
             facts = about(self.settings, kernel, rank)
             router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank, facts)
             # The stock function is wrapped like this too: torch.compile must not look inside.

@@ -544,6 +544,15 @@ def test_a_line_that_fails_leaves_no_half_attached_instance(
     assert lines(capsys) == ["[kdtree] declined reason=hook_failed RuntimeError: no log; the service runs stock"]
 
 
+def test_metrics_are_asked_for_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("kdtree_patch.metrics.of_service", asked.append)
+    service, server_args = Service(), SimpleNamespace(enable_metrics=True)
+    for _ in range(2):
+        service.start(server_args=server_args)
+    assert asked == [server_args]
+
+
 def test_draft_backends_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """A speculative worker builds its target backend first, then some that only decode drafts: no line about those."""
     service = Service()
