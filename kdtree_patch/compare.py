@@ -38,18 +38,24 @@ from kdtree_patch.validate import (
 Served = tuple[str, str, Any]
 
 
+@dataclass(frozen=True)
+class Work:
+    """Memory that a graph reads, and that is written before each of its replays."""
+
+    # Offsets for the stock kernel: those of the batch, or zeros where it is to have nothing to do.
+    gates: dict[str, torch.Tensor]
+    padding: torch.Tensor  # (tokens), which of them are
+    lengths: torch.Tensor  # (requests), scratch memory to find out
+
+
 @dataclass
 class Recording:
     """What was recorded while one batch size was captured. A second capture of it begins a new one."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     switched: bool = False  # the graph itself chooses between the two results
-    # SGLang's buffers of offsets, each with the copy that is zeros where the stock kernel is to have nothing to do.
-    gates: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    call: guard.Call | None = None  # what its lines say, and its offsets
-    # Which tokens are padding in the replay to come, and scratch memory to find out.
-    padding: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
+    call: guard.Call | None = None  # what its lines say, and SGLang's buffers of offsets
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -108,10 +114,11 @@ class Both:
         """Asked of every eager call, in order: is it one of a step that is compared?
 
         Those that SGLang makes of a batch size before it captures it are not: their masks are made up, and no tree's.
+        They are a rehearsal: all that the capture will use is allocated, compiled and loaded by them.
         """
         if self._warming_up:
             self._ledger.harmlessly("validation", lambda: self._check_v(routed))
-            self._ledger.harmlessly("preparing validation", lambda: self._prepare(routed.values))
+            self._ledger.harmlessly("preparing validation", lambda: self._compute(routed, capturing=False))
             return False
         return self._steps.due(routed.layer)
 
@@ -162,50 +169,63 @@ class Both:
     # --------------------------------------------------------------------------------------------------------- capture
 
     def capture_begins(self) -> None:
-        """The eager calls until the next step, if it makes any, prepare a capture."""
+        """The eager calls until the next step prepare a capture."""
         self._warming_up = True
+        self._comparison.set_due(False)
 
     def record(self, routed: Routed, recording: Recording) -> Served:
         """A call under a capture: records both kernels, the comparison, and the choice of the result."""
-        values, layer, out = routed.values, routed.layer, routed.values["o_extend"]
-        try:
-            if not 0 <= layer < LAYERS:
-                raise NotPrepared(f"layer {layer}, where {LAYERS} are told apart")
-            other, scratch = self._second_output(out, capturing=True), self._scratch(out, capturing=True)
-            gates = self._gates(values, capturing=True)
-            padding, recording.lengths = self._padding(values, capturing=True)
-        except NotPrepared as error:
-            if self._ledger.first("not prepared"):
-                words = "validation of a CUDA graph failed: no eager call has laid ready %s; this graph runs stock"
-                log.get_logger().warning(words, error)
-            return "stock", "not_prepared", self._stock(routed.args, routed.kwargs)
-        if self._shadow:
+        shadow, result = self._shadow, None
+        if shadow:
             result = self._stock(routed.args, routed.kwargs)
-            if self._launch(values, other, routed.scale):
-                self._comparison.record(layer, other, out, scratch, padding)
-                self._keep(routed, recording, other, out, padding)
-            return "stock", self._ledger.disabled or "shadow", result
-        if not self._launch(values, out, routed.scale):
+        elif not self._launch(routed.values, routed.values["o_extend"], routed.scale):
             return "stock", self._ledger.disabled or "shadow", self._stock(routed.args, routed.kwargs)
-        self._stock(routed.args, routed.kwargs, o_extend=other, **gates)
-        self._comparison.record(layer, out, other, scratch, padding)
-        self._keep(routed, recording, out, other, padding)
-        torch.where(self._comparison.tripped, other, out, out=out)
+        try:
+            work = self._compute(routed, capturing=True)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            if self._ledger.first("uncompared graph"):
+                words = "validation of a CUDA graph failed: %s: %s; this graph runs stock"
+                log.get_logger().warning(words, type(error).__name__, error)
+            return "stock", "validation_failed", result if shadow else self._stock(routed.args, routed.kwargs)
+        if work is not None:
+            recording.work = work
+            if recording.call is None:
+                # What outlives the capture: no tensor of the layer's, as they are the graph's own memory.
+                recording.call = guard.Call.of(routed.values, routed.layer, routed.scale, replay=True)
+                self._graph_calls[recording.call.elements] = recording.call
+            recording.call.pools[routed.layer] = routed.values["k_buffer"]
+        if shadow:
+            return "stock", self._ledger.disabled or "shadow", result
         recording.switched = True
-        recording.gates = [(values[name], gate) for name, gate in gates.items()]
         return "kernel", "verify", None
 
-    def _keep(
-        self, routed: Routed, recording: Recording, ours: torch.Tensor, stock: torch.Tensor, padding: torch.Tensor
-    ) -> None:
-        """For the replays, and for the line of a guard that trips. No tensor of the layer's: they are the graph's."""
-        recording.padding = padding
-        if recording.call is None:
-            recording.call = guard.Call.of(routed.values, routed.layer, routed.scale, replay=True)
-            self._graph_calls[recording.call.elements] = recording.call
-        recording.call.pools[routed.layer] = routed.values["k_buffer"]
+    def _compute(self, routed: Routed, capturing: bool) -> Work | None:
+        """Everything that a graph has beside the result that is served at first. Raises NotPrepared under a capture.
+
+        Outside of one it is the rehearsal. No step is due then, so it changes nothing but scratch memory.
+        """
+        values, layer, out = routed.values, routed.layer, routed.values["o_extend"]
+        if not 0 <= layer < LAYERS:
+            raise NotPrepared(f"layer {layer}, where {LAYERS} are told apart")
+        other, scratch = self._second_output(out, capturing), self._scratch(out, capturing)
+        work = self._work(values, capturing)
+        if self._snapshot is not None and not capturing:
+            self._snapshot.prepare(values)
+        if self._shadow:
+            if not self._launch(values, other, routed.scale):
+                return None
+            ours, stock = other, out
+        else:
+            self._stock(routed.args, routed.kwargs, o_extend=other, **work.gates)
+            ours, stock = out, other
+        self._comparison.record(layer, ours, stock, scratch, work.padding)
         if self._snapshot is not None:
-            self._snapshot.record(self._comparison.hit, _layer(routed.values, ours, stock))
+            self._snapshot.record(self._comparison.hit, _layer(values, ours, stock), capturing)
+        if not self._shadow:
+            torch.where(self._comparison.tripped, stock, ours, out=ours)
+        return work
 
     # --------------------------------------------------------------------------------------------------------- replays
 
@@ -248,13 +268,13 @@ class Both:
 
     def open_gates(self, recording: Recording) -> None:
         """Lets the stock kernel of the replay to come have its requests, or none; says which tokens are padding."""
-        call = recording.call
-        if call is not None and recording.padding is not None and recording.lengths is not None:
-            offsets = call.offsets("kv_indptr")
-            self._comparison.set_padding(offsets, recording.lengths, recording.padding, call.elements)
+        call, work = recording.call, recording.work
+        if call is None or work is None:
+            return
+        self._comparison.set_padding(call.offsets("kv_indptr"), work.lengths, work.padding, call.elements)
         torch.logical_or(self._comparison.due, self._comparison.tripped, out=self._open)
-        for offsets, gate in recording.gates:
-            torch.mul(offsets, self._open, out=gate)
+        for name, gate in work.gates.items():
+            torch.mul(call.offsets(name), self._open, out=gate)
 
     # -------------------------------------------------------------------------------------------------- what they share
 
@@ -277,40 +297,21 @@ class Both:
                 saved = {"dump": "none", "dump_error": f"{type(error).__name__}: {error}"}
         self._ledger.disable(GUARD, guard.message(about, found.figures(), self._limit or 0.0, self._facts, saved))
 
-    def _prepare(self, values: Mapping[str, Any]) -> None:
-        """Lays ready what the capture of a call like this eager one will need.
-
-        SGLang makes eager calls of each batch size before it captures it, and the largest batch comes first.
-        """
-        out = values["o_extend"]
-        self._second_output(out, capturing=False)
-        self._scratch(out, capturing=False)
-        self._gates(values, capturing=False)
-        self._padding(values, capturing=False)
-        if self._snapshot is not None:
-            self._snapshot.prepare(_layer(values, out, out), values)
-
     def _second_output(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("second output", out.numel(), out.dtype, capturing).view(out.shape)
 
     def _scratch(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("scratch", scratch_elements(out), torch.float64, capturing)
 
-    def _padding(self, values: Mapping[str, Any], capturing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """A flag for each token, a number for each request."""
-        tokens, requests = values["q_extend"].shape[0], values["qo_indptr"].shape[0] - 1
-        padding = self._buffers.get("padding", tokens, torch.bool, capturing)
-        return padding, self._buffers.get("lengths", requests, torch.int64, capturing)
-
-    def _gates(self, values: Mapping[str, Any], capturing: bool) -> dict[str, torch.Tensor]:
-        """Room for the offsets that the stock kernel of a graph is given."""
-        found = {}
+    def _work(self, values: Mapping[str, Any], capturing: bool) -> Work:
+        tokens, offsets = values["q_extend"].shape[0], values["qo_indptr"].numel()
+        gates = {}
         for name in ("qo_indptr", "kv_indptr"):
-            offsets = values[name]
             # 64 bits each, whatever the type is now: eager batches and captured ones differ in it.
-            room = self._buffers.get(name, offsets.numel(), torch.int64, capturing)
-            found[name] = room.view(offsets.dtype)[: offsets.numel()]
-        return found
+            room = self._buffers.get(name, offsets, torch.int64, capturing)
+            gates[name] = room.view(values[name].dtype)[:offsets]
+        padding = self._buffers.get("padding", tokens, torch.bool, capturing)
+        return Work(gates, padding, self._buffers.get("lengths", offsets - 1, torch.int64, capturing))
 
 
 def _layer(values: Mapping[str, Any], ours: torch.Tensor, stock: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -151,17 +151,17 @@ class Snapshot:
         # Shapes of the layer's tensors, by the number of elements that the output has.
         self._shapes: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
-    def prepare(self, layer: dict[str, torch.Tensor], step: Mapping[str, Any]) -> None:
-        """Lays ready what the capture of a call of this size needs. Not to be called under a capture."""
-        shared = {name: step[name][:MAX_KEPT] for name in STEP_TENSORS if step[name] is not None}
-        for name, tensor in (layer | shared).items():
-            self._kept(name, tensor, capturing=False)
+    def prepare(self, step: Mapping[str, Any]) -> None:
+        """Lays ready what `after_replay` needs of a batch of this size."""
+        for name in STEP_TENSORS:
+            if step[name] is not None:
+                self._kept(name, step[name][:MAX_KEPT], capturing=False)
 
-    def record(self, hit: torch.Tensor, layer: Mapping[str, torch.Tensor]) -> None:
-        """Records, under a capture, that the tensors of this layer are kept if `hit` is set. Raises NotPrepared."""
+    def record(self, hit: torch.Tensor, layer: Mapping[str, torch.Tensor], capturing: bool) -> None:
+        """The tensors of this layer are kept if `hit` is set. Raises NotPrepared under a capture."""
         self._shapes[layer["ours"].numel()] = {name: (tensor.shape, tensor.dtype) for name, tensor in layer.items()}
         for name, tensor in layer.items():
-            kept = self._kept(name, tensor, capturing=True)
+            kept = self._kept(name, tensor, capturing)
             torch.where(hit, tensor, kept, out=kept)
 
     def after_replay(self, tripped: torch.Tensor) -> None:

@@ -152,7 +152,7 @@ class Steps:
 
 
 class NotPrepared(Exception):
-    """A capture needs more memory than the eager calls before it have laid ready."""
+    """A capture needs more than the eager calls before it have laid ready."""
 
 
 class Buffers:
@@ -174,7 +174,7 @@ class Buffers:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             if capturing:
-                raise NotPrepared(f"{name} of {size} bytes")
+                raise NotPrepared(f"no eager call has laid ready {name} of {size} bytes")
             if buffer is not None and name in self._captured:
                 self._kept.append(buffer)
                 self._captured.discard(name)

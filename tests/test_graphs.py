@@ -124,9 +124,9 @@ def test_a_capture_that_nothing_was_laid_ready_for_runs_stock(capsys: pytest.Cap
     batch = bench.cases([5, 40])
     for layer, out in enumerate(bench.replay(2, batch)):
         assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
-    assert bench.ledger.counts == {("stock", "not_prepared"): 2}
+    assert bench.ledger.counts == {("stock", "validation_failed"): 2}
     warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
-    assert len(warnings) == 1 and "no eager call has laid ready second output of " in warnings[0]
+    assert len(warnings) == 1 and "NotPrepared: no eager call has laid ready second output of " in warnings[0]
 
 
 def test_a_layer_beyond_those_that_are_told_apart() -> None:
@@ -135,7 +135,7 @@ def test_a_layer_beyond_those_that_are_told_apart() -> None:
     call = bench.arguments(2, bench.layers[0])
     bench.router.context = (a_layer(LAYERS), a_batch())
     FakeGraph().capture(lambda: bench.router(**call))
-    assert bench.router._recordings[2].counts["stock", "not_prepared"] == 1
+    assert bench.router._recordings[2].counts["stock", "validation_failed"] == 1
 
 
 def test_a_graph_of_another_mode_or_size_is_none_of_ours() -> None:
@@ -158,7 +158,7 @@ def test_metadata_that_is_replayed_from_a_graph_is_said(capsys: pytest.CaptureFi
 
 def test_buffers_grow_and_keep_what_a_graph_may_write_to() -> None:
     buffers = Buffers(torch.device("cpu"))
-    with pytest.raises(NotPrepared, match="x of 40 bytes"):
+    with pytest.raises(NotPrepared, match="no eager call has laid ready x of 40 bytes"):
         buffers.get("x", 10, torch.float32, capturing=True)
     first = buffers.get("x", 10, torch.float32, capturing=False)
     assert buffers.get("x", 16, torch.float32, capturing=False).data_ptr() == first.data_ptr()
@@ -172,3 +172,24 @@ def test_buffers_grow_and_keep_what_a_graph_may_write_to() -> None:
 def test_scratch_memory_has_a_bound() -> None:
     out = torch.empty(4000, 128, 512, device="meta")
     assert scratch_elements(out) * 8 <= 32 * CHUNK + 8 * FIGURES
+
+
+def test_a_stock_kernel_that_cannot_be_compared_with_leaves_a_graph_that_runs_stock(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A capture that raises would be a service that does not start."""
+    bench = make(cases.VALIDATE)
+    stock_with = bench.router._both._stock
+
+    def only_as_it_is(*args: Any, **other: Any) -> Any:
+        if other:
+            raise RuntimeError("not with these")
+        return stock_with(*args)
+
+    bench.router._both._stock = only_as_it_is
+    bench.capture(2)
+    batch = bench.cases([5, 40])
+    for layer, out in enumerate(bench.replay(2, batch)):
+        assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
+    assert bench.ledger.counts["stock", "validation_failed"] == 2
+    assert "WARNING validation of a CUDA graph failed: RuntimeError: not with these" in capsys.readouterr().err
