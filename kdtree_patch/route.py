@@ -192,9 +192,10 @@ class VerifyRouter:
                 return both.record(routed, recording)
             if both.due(routed):
                 return both.serve(routed)
-        if not self._shadow and self._launch(routed.values, routed.values["o_extend"], routed.scale):
+        ours = not self._shadow and self.ledger.disabled is None
+        if ours and self._launch(routed.values, routed.values["o_extend"], routed.scale):
             return "kernel", "verify", None
-        # In shadow mode, or because the launch has just failed: the stock kernel writes all of the output.
+        # In shadow mode, or because the kernel has just been turned off: the stock kernel writes all of the output.
         return "stock", self.ledger.disabled or "shadow", self.stock(*routed.args, **routed.kwargs)
 
     def _launch(self, call: Mapping[str, Any], out: torch.Tensor, scale: float) -> bool:

@@ -20,7 +20,7 @@ from tests.support.reference import rel
 Make = Callable[..., GraphBench]
 LIMIT = {torch.float16: 4e-4, torch.bfloat16: 2.5e-3}
 
-BATCHES = [[5, 37, 700, 1999], [9], [3000], [1, 64], [0, 31, 400], [2, 2, 2, 2]]
+BATCHES = [[5, 37, 300, 99], [500], [0, 31, 40], [2, 70]]
 VALIDATE = Settings(validate=True)
 GUARD = Settings(guard_rel=0.05)
 SHADOW = Settings(mode="shadow", validate=True)
@@ -42,8 +42,8 @@ def replays_are_right_and_have_the_bits_of_the_eager_call(make: Make, settings: 
     """Batches that grow and shrink, are padded or not, and are captured anew in between."""
     bench = make(settings)
     bench.capture(4, 2, 1)
-    for _ in range(2):
-        for seed, prefixes in enumerate(BATCHES):
+    for batches in (BATCHES, BATCHES[1:3]):
+        for seed, prefixes in enumerate(batches):
             cases = bench.cases(prefixes, seed)
             eager = bench.eager(cases)
             for layer, out in enumerate(bench.replay(bucket(prefixes), cases)):
@@ -118,7 +118,9 @@ def every_nth_replay(make: Make, settings: Settings, capsys: pytest.CaptureFixtu
         for layer, out in enumerate(bench.replay(2, cases)):
             assert rel(out, reference(cases[layer])) < LIMIT[out.dtype]
         bench.settle()
-        found.append(len(layer_lines(capsys)))
+        lines = layer_lines(capsys)
+        assert {line["calls"] for line in lines} <= {"1"}
+        found.append(len(lines))
     layers = len(bench.layers)
     assert found == [layers, 0, 0, layers, 0, 0, layers]
 
@@ -203,28 +205,26 @@ def a_nan_of_ours_alone_trips(make: Make) -> None:
 
 
 def two_backends(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Target and draft in one process: each has its graphs and its figures; a guard of one turns both off."""
-    target = make(GUARD)
+    """Target and draft in one process: each has its graphs and its figures; a guard of one turns both off, also where
+    the other one's graphs do not compare."""
+    target = make(Settings(guard_rel=0.05, validate_every=1000), wrong=1.0, wrong_from=6)
     draft = make(GUARD, ledger=target.ledger, wrong=1.0, wrong_from=2, layers=1)
     for bench in (target, draft):
         bench.capture(2)
-    for step in range(5):
+    for step in range(8):
         for bench in (target, draft):
             cases = bench.cases([50 + step, 20], seed=step)
             for layer, out in enumerate(bench.replay(2, cases)):
-                assert rel(out, reference(cases[layer])) < LIMIT[out.dtype]
+                assert rel(out, reference(cases[layer])) < LIMIT[out.dtype], (step, layer)
     assert target.ledger.disabled == "guard"
     assert capsys.readouterr().err.count("ERROR") == 1
-    before = target.ledger.counts["kernel", "verify"]
-    target.replay(2, target.cases([50, 20]))
-    assert target.ledger.counts["kernel", "verify"] == before
 
 
 def an_eager_batch_above_the_largest_graph(make: Make) -> None:
     """Scratch memory grows; the graphs go on with what they were captured with."""
     bench = make(VALIDATE, max_bs=16)
     bench.capture(2)
-    large = bench.cases([30] * 16, seed=1)
+    large = bench.cases([10] * 16, seed=1)
     for _ in range(2):
         for layer, out in enumerate(bench.eager(large)):
             assert rel(out, reference(large[layer])) < LIMIT[out.dtype]
@@ -232,3 +232,17 @@ def an_eager_batch_above_the_largest_graph(make: Make) -> None:
         for layer, out in enumerate(bench.replay(2, cases)):
             assert rel(out, reference(cases[layer])) < LIMIT[out.dtype]
     assert bench.ledger.disabled is None
+
+
+def a_capture_between_replays_is_no_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither what SGLang makes up for it, nor our rehearsal, nor the capture itself is compared."""
+    bench = make(VALIDATE)
+    bench.capture(2)
+    bench.replay(2, bench.cases([5, 40]))
+    bench.settle()
+    layer_lines(capsys)
+    bench.capture(4, 2)
+    bench.settle()
+    bench.replay(2, bench.cases([5, 40]))
+    bench.settle()
+    assert [line["calls"] for line in layer_lines(capsys)] == ["1"] * len(bench.layers)

@@ -193,3 +193,38 @@ def test_a_stock_kernel_that_cannot_be_compared_with_leaves_a_graph_that_runs_st
         assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
     assert bench.ledger.counts["stock", "validation_failed"] == 2
     assert "WARNING validation of a CUDA graph failed: RuntimeError: not with these" in capsys.readouterr().err
+
+
+def test_a_capture_between_replays_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.a_capture_between_replays_is_no_step(make, capsys)
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow"])
+def test_both_kernels_have_run_before_they_are_captured(mode: str) -> None:
+    """What is compiled or loaded at a first call would otherwise be so under the capture."""
+    bench = make(Settings(mode=mode, validate=True))
+    stock, launched = bench.router.stock.__globals__["run"], []
+    bench.router.kernel.launch = lambda *args: launched.append(args[2].data_ptr())
+    asked: list[tuple[int, int]] = []
+    bench.router.stock.__globals__["run"] = lambda call: asked.append(
+        (call["o_extend"].data_ptr(), int(call["qo_indptr"].data_ptr()))
+    )
+    bench.router.before_step()
+    bench.write_metadata(None, 2)
+    bench.router.capture_begins(2)
+    bench.forward(2)
+    eager = (set(asked), set(launched))
+    FakeGraph().capture(lambda: bench.forward(2))
+    assert stock and asked and launched
+    assert (set(asked), set(launched)) == eager
+
+
+def test_v_is_checked_before_a_capture() -> None:
+    bench = make(cases.VALIDATE)
+    for v in bench.v.values():
+        v.add_(0.5)
+    bench.capture(2)
+    assert bench.ledger.disabled == "v_not_latent"
+    batch = bench.cases([5, 40])
+    bench.replay(2, batch)
+    assert ("kernel", "verify") not in bench.ledger.counts
