@@ -48,7 +48,8 @@ class Faulty:
 class GraphBench:
     """`stock` and `kernel` are the two kernels; `new_graph` makes an empty graph.
 
-    The kernel adds `wrong` to the rows `wrong_rows` of its output, from the replay number `wrong_from` on.
+    The kernel adds `wrong` to its output, from the replay number `wrong_from` on, beginning with the request
+    `wrong_request`.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class GraphBench:
         ledger: Ledger | None = None,
         wrong: float = 0.0,
         wrong_from: int = 0,
-        wrong_rows: slice = slice(None),
+        wrong_request: int = 0,
     ):
         device = kernel.device
         self.wrong, self.wrong_from, self.replays = wrong, wrong_from, 0
         if wrong:
-            kernel = self.faulty = Faulty(kernel, wrong_rows)
+            kernel = self.faulty = Faulty(kernel, slice(wrong_request * q_len, None))
             self._go_wrong()
         self.q_len, self.heads, self.device, self.new_graph = q_len, heads, device, new_graph
         self.ledger = ledger or Ledger()
