@@ -21,7 +21,7 @@ import torch
 from kdtree_patch import log
 from kdtree_patch.validate import Buffers
 
-# Bounds of what is saved: files in the folder, bytes in a file. Without its prefixes a call always fits.
+# Bounds of what is saved: files in the folder, bytes in a file. If the prefixes do not fit they are left out.
 MAX_FILES: Final = 16
 MAX_BYTES: Final = 256 << 20
 # Of the buffers under CUDA graphs, which have room for the largest batch, no more than this many elements are kept.
@@ -101,9 +101,12 @@ def save(folder: Path, call: Call, tensors: Tensors, facts: Mapping[str, object]
         if length > inputs["custom_mask"].numel():
             left_out.append("custom_mask")
         inputs["custom_mask"] = inputs["custom_mask"][:length]
-    slots = inputs["kv_indices"][: ends[-1]]
+    slots = inputs["kv_indices"] = inputs["kv_indices"][: ends[-1]]
+    size = sum(_bytes(value) for value in [*inputs.values(), *results.values()])
+    if size > MAX_BYTES:
+        return {"dump": "none", "dump_error": f"{size} bytes are more than the {MAX_BYTES} that a file may have"}
     pool = call.pools[call.layer]
-    if ends[-1] > slots.numel() or ends[-1] * pool[0].numel() * pool.element_size() > MAX_BYTES:
+    if ends[-1] > slots.numel() or size + ends[-1] * pool[0].numel() * pool.element_size() > MAX_BYTES:
         left_out.append("kv_pool")
         inputs["kv_pool"] = None
     else:
@@ -128,6 +131,10 @@ def save(folder: Path, call: Call, tensors: Tensors, facts: Mapping[str, object]
             os.unlink(name)
         raise
     return {"dump": path}
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _on_the_host(value: Any) -> Any:

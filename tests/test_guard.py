@@ -1,4 +1,4 @@
-"""The guard in eager mode: when it trips, what it says, what it serves, and what it saves. In graphs: test_graphs.py."""
+"""The guard in eager mode: when it trips, what it says, serves and saves. For graphs see test_graphs.py."""
 
 from __future__ import annotations
 
@@ -172,11 +172,20 @@ def test_no_more_files_than_allowed(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_large_prefix_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MAX_BYTES", 46 * 576 * 2)
+    monkeypatch.setattr(guard, "MAX_BYTES", 47 * 576 * 2)
     Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run(a_case(prefixes=[40, 7]))
     found = saved(tmp_path)
     assert found["left_out"] == ["kv_pool"] and found["inputs"]["kv_pool"] is None
     assert len(found["inputs"]["kv_indices"]) >= 47
+
+
+def test_a_call_that_is_too_large_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guard, "MAX_BYTES", 1000)
+    Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run(a_case())
+    assert list(tmp_path.iterdir()) == []
+    assert "bytes are more than the 1000 that a file may have" in errors(capsys)[0]
 
 
 def test_a_folder_that_has_gone_costs_no_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
