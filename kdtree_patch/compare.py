@@ -73,7 +73,7 @@ class Both:
     """Computes both results of the calls of one backend. `launch` runs our kernel into an output, or says that it is
     off; `stock` runs the stock function, with other tensors in place of some arguments.
 
-    Its memory: 64 KB of sums; scratch memory of the size of an output, and up to 32 MB more, once for all layers and
+    Its memory: 74 KB of sums; scratch memory of the size of an output, and up to 32 MB more, once for all layers and
     batch sizes.
     """
 

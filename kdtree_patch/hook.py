@@ -52,12 +52,14 @@ class Declined(Exception):
     """This process, or this backend, stays stock. `reason` is the code of the line, the message its detail.
 
     `quiet` is for what is in the nature of some backends: worth a line only if the process would otherwise say nothing.
+    `alarming` is for what should not happen on any machine: its line is called an ERROR.
     """
 
-    def __init__(self, reason: str, detail: str, *, quiet: bool = False, **facts: object):
+    def __init__(self, reason: str, detail: str, *, quiet: bool = False, alarming: bool = False, **facts: object):
         super().__init__(detail)
         self.reason = reason
         self.quiet = quiet
+        self.alarming = alarming
         self.facts = facts
 
 
@@ -120,7 +122,10 @@ class Worker:
     def _say(self, declined: Declined) -> None:
         if self.ledger.first(("process", declined.reason)) and not (declined.quiet and self._spoken):
             self._spoken = True
-            log.stays_stock(declined.reason, str(declined), **declined.facts)
+            if declined.alarming:
+                log.get_logger().error("declined reason=%s %s; the service runs stock", declined.reason, declined)
+            else:
+                log.stays_stock(declined.reason, str(declined), **declined.facts)
 
 
 # The worker of this process: if a second class is ever installed on, it shares kernels and counters.
@@ -335,11 +340,11 @@ def try_out(kernel: Kernel) -> None:
     except Exception as error:
         if is_fatal(error):
             raise  # a fault of our kernel has taken the context with it: nothing that comes after could be right
-        raise Declined("selftest_failed", f"{type(error).__name__}: {error}") from error
+        raise Declined("selftest_failed", f"{type(error).__name__}: {error}", alarming=True) from error
     if wrong:
         worst = max(wrong, key=lambda one: (one.rel != one.rel, one.rel))
         detail = f"{len(wrong)} cases are wrong, the worst {worst.name}: rel={worst.rel:.2e}, allowed {worst.limit:.0e}"
-        raise Declined("selftest_failed", f"{detail}; python -m kdtree_patch selftest shows them all")
+        raise Declined("selftest_failed", f"{detail}; python -m kdtree_patch selftest shows them all", alarming=True)
 
 
 def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, object]:
@@ -349,6 +354,7 @@ def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, 
         "version": __version__,
         "mode": settings.mode,
         "validate": int(settings.validate),
+        "guard_rel": settings.guard_rel,
         "sglang": contract.sglang_version(),
         "torch": torch.__version__,
         "cupy": package_version("cupy"),

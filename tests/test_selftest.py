@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from kdtree_patch import hook, selftest
 from kdtree_patch.kernel import VerifyKernel
 from kdtree_patch.reference import attention
 from kdtree_patch.settings import Settings
-from tests.fakes import FakeKernel
+from tests.fakes import FakeKernel, Stock
 from tests.support.env import REPO
 
 
@@ -124,6 +125,30 @@ def test_a_kernel_that_is_wrong_is_declined(monkeypatch: pytest.MonkeyPatch) -> 
     assert declined.value.reason == "selftest_failed"
     with pytest.raises(hook.Declined, match="rel=nan"):
         load(monkeypatch, FakeKernel(mark=math.nan))
+
+
+def test_a_worker_whose_kernel_is_wrong_runs_stock_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kdtree_patch.kernel.VerifyKernel.load", lambda *args: FakeKernel(mark=1.0))
+    worker = hook.Worker(Settings(), None, lambda device, *rest: hook.load_kernel(torch.device("cuda:0"), *rest))
+    stock = Stock().function
+    backends = [
+        SimpleNamespace(
+            extend_attention_fwd=stock,
+            num_draft_tokens=3,
+            req_to_token=torch.zeros(1),
+            use_mla=True,
+            skip_prefill=False,
+        )
+        for _ in range(2)
+    ]
+    for backend in backends:
+        worker.attach(backend, SimpleNamespace(tp_rank=0))
+        assert backend.extend_attention_fwd is stock
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[kdtree] ERROR declined reason=selftest_failed 8 cases are wrong, the worst ")
+    assert line.endswith("; the service runs stock")
 
 
 def test_a_kernel_that_cannot_be_launched_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
