@@ -35,7 +35,7 @@ def test_the_real_kernel_passes_on_the_cpu() -> None:
 
 
 def test_what_it_costs_beside_the_kernel_is_a_fraction_of_half_a_second() -> None:
-    """In processor time, which is never less than the time that an idle machine takes."""
+    """In processor time on one thread, which is what an idle machine takes at most."""
 
     class Instant:
         device = torch.device("cpu")
@@ -43,12 +43,16 @@ def test_what_it_costs_beside_the_kernel_is_a_fraction_of_half_a_second() -> Non
         def launch(self, *arguments: Any) -> None:
             pass
 
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        assert all(math.isnan(one.rel) and not one.good for one in selftest.run(Instant()))
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.4
+    seconds, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(3):
+            start = time.process_time()
+            assert all(math.isnan(one.rel) and not one.good for one in selftest.run(Instant()))
+            seconds.append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    assert min(seconds) < 0.25, seconds
 
 
 # The mistakes that were made before us, and their like: what each changes in the arguments of the right kernel.
