@@ -307,9 +307,9 @@ class Both:
         tokens, offsets = values["q_extend"].shape[0], values["qo_indptr"].numel()
         gates = {}
         for name in ("qo_indptr", "kv_indptr"):
-            # 64 bits each, whatever the type is now: eager batches and captured ones differ in it.
-            room = self._buffers.get(name, offsets, torch.int64, capturing)
-            gates[name] = room.view(values[name].dtype)[:offsets]
+            # Room for 64 bits each: eager batches and captured ones differ in the type.
+            dtype = values[name].dtype
+            gates[name] = self._buffers.get(name, offsets, dtype, capturing, room_for=torch.int64)
         padding = self._buffers.get("padding", tokens, torch.bool, capturing)
         return Work(gates, padding, self._buffers.get("lengths", offsets - 1, torch.int64, capturing))
 

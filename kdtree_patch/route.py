@@ -148,7 +148,9 @@ class VerifyRouter:
         self._both: Both | None = None
         if settings.compares:
             parts = (kernel.device, self._launch, self._stock_with)
-            self._both = Both(settings, ledger, *parts, facts or {}, rank)
+            # An inference tensor could only be written to from within inference mode, and captures may be outside.
+            with torch.inference_mode(False):
+                self._both = Both(settings, ledger, *parts, facts or {}, rank)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context

@@ -168,22 +168,30 @@ class Buffers:
         self._captured: set[str] = set()
         self._kept: list[torch.Tensor] = []
 
-    def get(self, name: str, elements: int, dtype: torch.dtype, capturing: bool) -> torch.Tensor:
-        """`elements` of `dtype` whose contents are left from before. Raises NotPrepared."""
-        size = elements * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
+    def get(
+        self, name: str, elements: int, dtype: torch.dtype, capturing: bool, room_for: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """`elements` of `dtype` whose contents are left from before. Raises NotPrepared.
+
+        With `room_for` there is room for as many of that type, so that a later call may ask for the other one.
+        """
+        size, room = elements * dtype.itemsize, elements * (room_for or dtype).itemsize
+        # Wherever this is called from: an inference tensor could not be written to from elsewhere, and a tensor that is
+        # given another type in inference mode is one.
+        with torch.inference_mode(False):
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.numel() < room:
+                if capturing:
+                    raise NotPrepared(f"no eager call has laid ready {name} of {room} bytes")
+                if buffer is not None and name in self._captured:
+                    self._kept.append(buffer)
+                    self._captured.discard(name)
+                # Zeros, because offsets of a batch are kept here too. A power of two, so that little is kept in vain.
+                buffer = torch.zeros(1 << (room - 1).bit_length(), dtype=torch.uint8, device=self._device)
+                self._buffers[name] = buffer
             if capturing:
-                raise NotPrepared(f"no eager call has laid ready {name} of {size} bytes")
-            if buffer is not None and name in self._captured:
-                self._kept.append(buffer)
-                self._captured.discard(name)
-            # Zeros, because offsets of a batch are kept here too. A power of two, so that little is kept in vain.
-            buffer = torch.zeros(1 << (size - 1).bit_length(), dtype=torch.uint8, device=self._device)
-            self._buffers[name] = buffer
-        if capturing:
-            self._captured.add(name)
-        return buffer[:size].view(dtype)
+                self._captured.add(name)
+            return buffer[:size].view(dtype)
 
     @property
     def nbytes(self) -> int:

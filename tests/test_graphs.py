@@ -92,6 +92,23 @@ def test_an_eager_batch_above_the_largest_graph() -> None:
     cases.an_eager_batch_above_the_largest_graph(make)
 
 
+@pytest.mark.parametrize("inside", ["construction", "capture"])
+def test_in_and_out_of_inference_mode(inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's event loop runs in inference mode; its start, and with it a capture, may be outside."""
+    bench = make(Settings())
+    with torch.inference_mode(inside == "construction"):
+        settings = Settings(guard_rel=0.05, guard_dump=tmp_path)
+        bench.router = VerifyRouter(bench.router.stock, bench.router.kernel, settings, bench.ledger)
+    with torch.inference_mode(inside == "capture"):
+        bench.capture(2)
+    batch = bench.cases([5, 40])
+    for layer, out in enumerate(bench.replay(2, batch)):
+        assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
+    bench.settle()
+    assert bench.ledger.counts["kernel", "verify"] == 6
+    assert "WARNING" not in capsys.readouterr().err
+
+
 # What is no matter of the device.
 
 
