@@ -73,5 +73,5 @@ format: setup ## let ruff and clang-format rewrite the sources
 	$(if $(CUDA_FILES),$(BIN)/clang-format -i $(CUDA_FILES))
 
 clean: ## remove what tests and linters leave behind; .venv stays
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """What happens when SGLang's Triton backend is imported: settings, then contract, then hook.
 
-Called by sitecustomize.py from inside SGLang's own import, and by wrapt when that import is done. An exception in
-either place would be SGLang's exception, so each ends in one line and a stock service.
+Called by sitecustomize.py from inside SGLang's own import, or by plugin.py before it, and by wrapt when that import is
+done. An exception in any of these places would be SGLang's exception, so each ends in one line and a stock service.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from kdtree_patch.compile import CompileJob
 
 
+# The same name is in sitecustomize.py, which must not import anything to know it.
+BACKEND_MODULE = "sglang.srt.layers.attention.triton_backend"
+
+# There are two doors. Whichever is first reads the settings, says what is wrong, and registers the hook.
+_armed: set[str] = set()
+
+
 def arm(backend_module: str) -> None:
-    """Asks to be called back when `backend_module` has been imported. Called as its import begins."""
+    """Asks to be called back when `backend_module` has been imported, or at once if it has been. A second time changes
+    nothing."""
+    if backend_module in _armed:
+        return
+    _armed.add(backend_module)
     try:
         settings = Settings.from_environ(os.environ)
     except SettingError as error:

@@ -36,7 +36,9 @@ from typing import IO, Any
 from kdtree_patch import cache
 from kdtree_patch.log import get_logger
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+# In a repository they lie beside the package; a wheel has them within it.
+_HERE = Path(__file__).resolve().parent
+KERNELS = _HERE / "kernels" if (_HERE / "kernels").is_dir() else _HERE.parent / "kernels"
 SOURCE_NAME = "verify_attn_flash.cu"
 
 # Target of NVRTC -> the first NVRTC that has it.

@@ -30,12 +30,22 @@ from typing import Any, Final
 BACKEND: Final = "TritonAttnBackend"
 INIT: Final = "TritonAttnBackend.__init__"
 FORWARD: Final = "TritonAttnBackend.forward_extend"
+CAPTURE: Final = "TritonAttnBackend.init_forward_metadata_capture_cuda_graph"
+REPLAY: Final = "TritonAttnBackend.init_forward_metadata_replay_cuda_graph"
+GRAPH: Final = "TritonAttnBackend.init_forward_metadata_out_graph"
 INSTANCE: Final = "TritonAttnBackend instance"
 INNER: Final = "extend_attention_fwd"
 MODE: Final = "ForwardMode"
 BATCH: Final = "ForwardBatch"
 LAYER: Final = "RadixAttention"
 DATA: Final = "data"
+
+# The methods before a capture or a replay, and the ways in which a release has them.
+GRAPH_METHODS: Final = (CAPTURE, REPLAY, GRAPH)
+GRAPH_WAYS: Final = (
+    ("init_forward_metadata_capture_cuda_graph", "init_forward_metadata_replay_cuda_graph"),
+    ("init_forward_metadata_out_graph",),
+)
 
 # Where the classes live. The backend module has imported both by the time it is checked, so they are only looked up.
 HOMES: Final = {
@@ -90,7 +100,19 @@ TABLE: Final[tuple[Row, ...]] = (
     # The two methods that are wrapped. What else `__init__` takes does not matter: it is passed on.
     Row(BACKEND, "__init__", "wrapped: afterwards the instance gets its router"),
     Row(BACKEND, "forward_extend", "wrapped: only here the forward mode and the layer of an inner call are known"),
-    Row(INIT, "model_runner", "its tp_rank, where it has one, goes into the log lines"),
+    Row(INIT, "model_runner", "its tp_rank, for the log lines, and its server_args.enable_metrics, where it has them"),
+    Row(BACKEND, "init_forward_metadata", "wrapped: an eager step begins; what validation has found is fetched"),
+    # Before a CUDA graph is captured or replayed SGLang prepares the metadata of its batch: through the first two, or
+    # (from 0.5.23) through the third. They are wrapped because nothing else tells the host that a replay is coming.
+    Row(BACKEND, "init_forward_metadata_capture_cuda_graph", "wrapped: a batch size is about to be captured", False),
+    Row(BACKEND, "init_forward_metadata_replay_cuda_graph", "wrapped: a captured batch is about to be replayed", False),
+    Row(BACKEND, "init_forward_metadata_out_graph", "wrapped: both of these (from 0.5.23)", False),
+    Row(CAPTURE, "bs", "the batch size that is captured, padding included"),
+    Row(CAPTURE, "forward_mode", "only verify graphs are of interest"),
+    Row(REPLAY, "bs", "the captured batch size that is replayed"),
+    Row(REPLAY, "forward_mode", "only verify graphs are of interest"),
+    Row(GRAPH, "forward_batch", "its forward_mode and batch_size say the same"),
+    Row(GRAPH, "in_capture", "true: captured, false: replayed"),
     # forward_extend is closed to unknown parameters: a new one may ask for something that our kernel does not compute.
     Row(FORWARD, "q", "known"),
     Row(FORWARD, "k", "known"),
@@ -104,6 +126,7 @@ TABLE: Final[tuple[Row, ...]] = (
     # What the two arguments must be able to answer.
     Row(MODE, "is_target_verify", "asked of every forward_extend call: everything else is passed through at once"),
     Row(BATCH, "forward_mode", "the mode that is asked"),
+    Row(BATCH, "batch_size", "requests of a batch whose graph is captured or replayed, padding included"),
     Row(BATCH, "seq_lens_cpu", "prefix lengths on the host, for kv_len_max in the shapes line", required=False),
     Row(BATCH, "seq_lens_sum", "the same when seq_lens_cpu is absent and the batch is one request", required=False),
     Row(LAYER, "layer_id", "names the layer in the log lines and tells where a verify step begins"),
@@ -182,11 +205,18 @@ def check(module: ModuleType) -> list[str]:
     if not isinstance(backend, type):
         return [f"{BACKEND}: missing class"]
     methods = {row.name: vars(backend).get(row.name) for row in rows(BACKEND)}
-    found = [f"{BACKEND}.{name}: missing method" for name, method in methods.items() if not callable(method)]
+    needed = [row.name for row in rows(BACKEND) if row.required]
+    found = [f"{BACKEND}.{name}: missing method" for name in needed if not callable(methods[name])]
     if not found:
         found += _missing(INIT, _live_parameters(methods["__init__"]))
         forward = _live_parameters(methods["forward_extend"])
         found += _missing(FORWARD, forward) + _unknown(FORWARD, list(forward)[1:])  # all but self
+    if not any(set(way) <= vars(backend).keys() for way in GRAPH_WAYS):
+        found.append(f"{BACKEND}: missing methods {' or '.join(' and '.join(way) for way in GRAPH_WAYS)}")
+    for where in GRAPH_METHODS:
+        method = methods[where.split(".")[1]]
+        if callable(method):
+            found += _missing(where, _live_parameters(method))
     return found + _class_violations() + _inner_source_violations()
 
 

@@ -1,12 +1,14 @@
 """wrapt on SGLang's Triton backend: where a verify call leaves SGLang's code, and where it comes back.
 
-Two methods of `TritonAttnBackend` are wrapped, on the class, which keeps its name and its identity (DFLASH looks the
-name up):
+Methods of `TritonAttnBackend` are wrapped, on the class, which keeps its name and its identity (DFLASH looks the name
+up):
 
 * `__init__`, to replace the new instance's own `extend_attention_fwd` by a router. That attribute is the seam: what
   reaches it has been through SGLang's KV store, scales and output buffer, so these stay SGLang's in every release.
 * `forward_extend`, to tell the router which layer and batch the inner call belongs to, which the inner call itself
   does not say. Anything but a verify call is passed through at once.
+* `init_forward_metadata` and its siblings for CUDA graphs, because a replay passes none of the methods above: they are
+  where the host comes by once a step, and all that it learns of a replay.
 
 Nothing here may cost a service its start: each wrapper runs the stock code first or around, and what fails on our
 side is one line.
@@ -27,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import wrapt
 
-from kdtree_patch import __version__, contract, log
-from kdtree_patch.route import Kernel, Ledger, VerifyRouter
+from kdtree_patch import __version__, contract, log, metrics
+from kdtree_patch.ledger import Ledger, is_fatal
+from kdtree_patch.route import Kernel, VerifyRouter
 from kdtree_patch.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,12 +52,14 @@ class Declined(Exception):
     """This process, or this backend, stays stock. `reason` is the code of the line, the message its detail.
 
     `quiet` is for what is in the nature of some backends: worth a line only if the process would otherwise say nothing.
+    `alarming` is for what should not happen on any machine: its line is called an ERROR.
     """
 
-    def __init__(self, reason: str, detail: str, *, quiet: bool = False, **facts: object):
+    def __init__(self, reason: str, detail: str, *, quiet: bool = False, alarming: bool = False, **facts: object):
         super().__init__(detail)
         self.reason = reason
         self.quiet = quiet
+        self.alarming = alarming
         self.facts = facts
 
 
@@ -68,6 +73,7 @@ class Worker:
         self._load = load
         self._kernels: dict[torch.device, Kernel | Declined] = {}
         self._installed = False
+        self._metered = False
         self._spoken = False
 
     def attach(self, backend: Any, runner: Any) -> None:
@@ -82,8 +88,11 @@ class Worker:
             check_worth_it(backend)
             kernel = self.kernel_on(backend.req_to_token.device)
             rank = tp_rank(runner)
+            if not self._metered:
+                self._metered = True
+                self.ledger.meters = metrics.of_service(getattr(runner, "server_args", None))
             facts = about(self.settings, kernel, rank)
-            router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank)
+            router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank, facts)
             # The stock function is wrapped like this too: torch.compile must not look inside.
             routed = torch.compiler.disable(router.__call__)
             if not self._installed:
@@ -94,6 +103,8 @@ class Worker:
         except Declined as declined:
             self._say(declined)
         except Exception as error:
+            if is_fatal(error):
+                raise
             self._say(Declined("hook_failed", f"{type(error).__name__}: {error}"))
 
     def kernel_on(self, device: torch.device) -> Kernel:
@@ -111,7 +122,10 @@ class Worker:
     def _say(self, declined: Declined) -> None:
         if self.ledger.first(("process", declined.reason)) and not (declined.quiet and self._spoken):
             self._spoken = True
-            log.stays_stock(declined.reason, str(declined), **declined.facts)
+            if declined.alarming:
+                log.get_logger().error("declined reason=%s %s; the service runs stock", declined.reason, declined)
+            else:
+                log.stays_stock(declined.reason, str(declined), **declined.facts)
 
 
 # The worker of this process: if a second class is ever installed on, it shares kernels and counters.
@@ -131,6 +145,10 @@ def install(
     backend = getattr(module, contract.BACKEND)
     wrap(backend, "__init__", functools.partial(around_init, _worker))
     wrap(backend, "forward_extend", around_forward_extend)
+    wrap(backend, "init_forward_metadata", around_metadata)
+    for name, around in AROUND_GRAPHS.items():
+        if name in vars(backend):
+            wrap(backend, name, around)
 
 
 def counts() -> Counter[tuple[str, str]]:
@@ -191,6 +209,81 @@ def around_forward_extend(method: Method) -> Wrapper:
     return wrapper
 
 
+def around_metadata(method: Method) -> Wrapper:
+    """An eager step."""
+
+    def wrapper(wrapped: Method, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        router = getattr(instance, ROUTER, None)
+        if router is not None:
+            router.before_step()
+        return wrapped(*args, **kwargs)
+
+    return wrapper
+
+
+def around_graph(asked: Callable[[Method], Callable[..., tuple[bool, int, bool]]]) -> Callable[[Method], Wrapper]:
+    """A batch that is about to be captured or replayed. `asked` makes, of a method, a function of its arguments that
+    tells: a verify batch or not, of how many requests, and whether it is captured."""
+
+    def around(method: Method) -> Wrapper:
+        ask = asked(method)
+
+        def wrapper(wrapped: Method, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            router = getattr(instance, ROUTER, None)
+            if router is None:
+                return wrapped(*args, **kwargs)
+            try:
+                verify, bs, captured = ask(*args, **kwargs)
+            except (KeyError, AttributeError, IndexError):
+                return wrapped(*args, **kwargs)  # a call that the stock method will refuse, in its own words
+            router.before_step()
+            result = wrapped(*args, **kwargs)
+            if verify and captured:
+                router.capture_begins(bs)
+            elif verify:
+                router.replay_begins(bs)
+            return result
+
+        return wrapper
+
+    return around
+
+
+def says_bs(captured: bool) -> Callable[[Method], Callable[..., tuple[bool, int, bool]]]:
+    """Up to 0.5.12 there is a method each, which say the mode and the number of requests themselves."""
+
+    def asked(method: Method) -> Callable[..., tuple[bool, int, bool]]:
+        bs_at, mode_at = position(method, "bs"), position(method, "forward_mode")
+
+        def ask(*args: Any, **kwargs: Any) -> tuple[bool, int, bool]:
+            mode = args[mode_at] if mode_at < len(args) else kwargs["forward_mode"]
+            bs = args[bs_at] if bs_at < len(args) else kwargs["bs"]
+            return mode.is_target_verify(), bs, captured
+
+        return ask
+
+    return asked
+
+
+def says_batch(method: Method) -> Callable[..., tuple[bool, int, bool]]:
+    """From 0.5.23 on there is one method, which says a batch."""
+    batch_at, capture_at = position(method, "forward_batch"), position(method, "in_capture")
+
+    def ask(*args: Any, **kwargs: Any) -> tuple[bool, int, bool]:
+        batch = args[batch_at] if batch_at < len(args) else kwargs["forward_batch"]
+        captured = args[capture_at] if capture_at < len(args) else kwargs.get("in_capture", False)
+        return batch.forward_mode.is_target_verify(), batch.batch_size, captured
+
+    return ask
+
+
+AROUND_GRAPHS: Final = {
+    "init_forward_metadata_capture_cuda_graph": around_graph(says_bs(captured=True)),
+    "init_forward_metadata_replay_cuda_graph": around_graph(says_bs(captured=False)),
+    "init_forward_metadata_out_graph": around_graph(says_batch),
+}
+
+
 def position(method: Method, name: str) -> int:
     """Where a parameter of a method stands among its positional arguments, self not counted."""
     return list(inspect.signature(method).parameters).index(name) - 1
@@ -223,7 +316,7 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
     except BaseException as error:  # a module may call sys.exit() while it is imported
         raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
     try:
-        return VerifyKernel.load(device, settings.cache_dir, job)
+        kernel = VerifyKernel.load(device, settings.cache_dir, job)
     except KernelUnavailable as error:
         raise Declined(error.reason, str(error)) from error
     except ImportError as error:
@@ -233,6 +326,25 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
         raise Declined("cupy_missing", detail) from error
     except Exception as error:
         raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
+    if settings.selftest:
+        try_out(kernel)
+    return kernel
+
+
+def try_out(kernel: Kernel) -> None:
+    """Raises Declined if the kernel computes wrongly on its device."""
+    from kdtree_patch import selftest
+
+    try:
+        wrong = [one for one in selftest.run(kernel) if not one.good]
+    except Exception as error:
+        if is_fatal(error):
+            raise  # a fault of our kernel has taken the context with it: nothing that comes after could be right
+        raise Declined("selftest_failed", f"{type(error).__name__}: {error}", alarming=True) from error
+    if wrong:
+        worst = max(wrong, key=lambda one: (one.rel != one.rel, one.rel))
+        detail = f"{len(wrong)} cases are wrong, the worst {worst.name}: rel={worst.rel:.2e}, allowed {worst.limit:.0e}"
+        raise Declined("selftest_failed", f"{detail}; python -m kdtree_patch selftest shows them all", alarming=True)
 
 
 def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, object]:
@@ -242,6 +354,7 @@ def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, 
         "version": __version__,
         "mode": settings.mode,
         "validate": int(settings.validate),
+        "guard_rel": settings.guard_rel,
         "sglang": contract.sglang_version(),
         "torch": torch.__version__,
         "cupy": package_version("cupy"),

@@ -3,16 +3,19 @@
 A call is served when it is a verify call (the hook says so, by setting `context`) and `decide` has nothing against
 it. `decide` looks at shapes, dtypes, strides and plain settings, and never at the values inside a tensor: under a
 CUDA graph the decision is made once, at capture, and must hold for every replay with whatever values the tensors have
-then. For the same reason nothing here waits for the device, except in validation, which stays out of captures.
+then. For the same reason nothing here waits for the device, except the validation of eager calls.
 
 Everything that is declined goes to the stock function with the arguments untouched. Each reason is counted, and
 logged the first time with the fact that gave offence.
+
+A capture is no call, but each replay of it is. So what a capture would have counted is kept for its batch size, and
+counted when the hook says that a graph of that size is about to be replayed (`before_step`, `capture_begins`,
+`replay_begins`). Validation and guard of replays hang on the same three.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from types import NoneType
@@ -21,9 +24,11 @@ from typing import Any, Final, Protocol
 import torch
 
 from kdtree_patch import contract, log
+from kdtree_patch.compare import Both, Recording, Routed
+from kdtree_patch.guard import describe
+from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.settings import Settings
 from kdtree_patch.tiles import HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, ROPE
-from kdtree_patch.validate import Steps, difference
 
 _FLOATS: Final = frozenset(getattr(torch, name) for name in contract.FLOATS)
 _INDICES: Final = frozenset(getattr(torch, name) for name in contract.INDICES)
@@ -48,10 +53,8 @@ _ABOUT: Final[dict[str, tuple[str, ...]]] = {
     **{reason: tuple(name for name, _, other in _NEUTRAL if other == reason) for _, _, reason in _NEUTRAL},
 }
 
-# CUDA errors after which the context is lost: every later call fails as well, so going on with the stock kernel would
-# only hide where it happened. 214 and 220 are uncorrectable errors of ECC and NVLink, 226 is a contained fault of the
-# hardware, the 700s are faults and aborts inside a kernel, 721 tensor memory that a kernel has not given back.
-FATAL_STATUS: Final = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
+# What counts for the lines that say now and then how many calls were routed, whoever served them.
+ROUTED: Final = frozenset({("kernel", "verify"), ("stock", "shadow")})
 
 
 class Kernel(Protocol):
@@ -73,41 +76,6 @@ class Kernel(Protocol):
         q_len: int,
         scale: float,
     ) -> None: ...
-
-
-class Ledger:
-    """What one process has served and declined, and what it has already said. Shared by the routers of its backends."""
-
-    def __init__(self) -> None:
-        # (route, reason) to number of calls: ("kernel", "verify"), ("stock", "shadow"), ("stock", "dtype"), ...
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.disabled: str | None = None  # a reason code, once the kernel is off for the life of the process
-        self._said: set[object] = set()
-        self._routed = 0
-        self._report_at = 10
-
-    def count_routed(self, route: str, reason: str) -> None:
-        """Counts a call that was not declined, whoever served it. The 10th, the 100th and so on are said."""
-        self.counts[route, reason] += 1
-        self._routed += 1
-        if self._routed == self._report_at:
-            self._report_at *= 10
-            declined = {reason: calls for (route, reason), calls in self.counts.items() if route == "stock"}
-            log.get_logger().info("calls %s", log.fields({"served": self.counts["kernel", "verify"], **declined}))
-
-    def first(self, what: object) -> bool:
-        """True the first time it is asked about `what`."""
-        if what in self._said:
-            return False
-        self._said.add(what)
-        return True
-
-    def disable(self, reason: str, message: str) -> None:
-        """Turns the kernel off for the life of the process, with one ERROR line."""
-        if self.disabled is None:
-            self.disabled = reason
-            self.first(("declined", reason))  # the calls that are declined from now on are counted; this line says why
-            log.get_logger().error("disabled reason=%s %s; verify calls run stock from here on", reason, message)
 
 
 class LastServed:
@@ -152,7 +120,8 @@ class VerifyRouter:
     """Called in place of one backend's `extend_attention_fwd`, with the same arguments and the same result.
 
     `context` is the layer and the forward batch while a verify call is under way, and None otherwise. SGLang runs the
-    forward passes of a process on one thread, so a plain attribute will do.
+    forward passes of a process on one thread, so a plain attribute will do. `facts` are for the line of a guard that
+    has tripped.
     """
 
     def __init__(
@@ -162,21 +131,26 @@ class VerifyRouter:
         settings: Settings,
         ledger: Ledger,
         rank: int | None = None,
+        facts: Mapping[str, object] | None = None,
     ):
         self.context: tuple[Any, Any] | None = None
         self.stock = stock
         self.kernel = kernel
         self.ledger = ledger
         self._shadow = settings.mode == "shadow"
-        self._steps = Steps(settings.validate_every) if settings.validate else None
         self._verify = "verify" in settings.forward_modes
-        self._rank = rank
         # Binding by name through the stock function's own signature is what makes all three releases look alike. What
         # the signature cannot change between calls is worked out here, once.
         self._names = tuple(inspect.signature(stock).parameters)
         self._name_set = frozenset(self._names)
-        self._output_position = self._names.index("o_extend")
         self._last = LastServed()
+        self._recordings: dict[int, Recording] = {}  # by batch size, padding included
+        self._both: Both | None = None
+        if settings.compares:
+            parts = (kernel.device, self._launch, self._stock_with)
+            # An inference tensor could only be written to from within inference mode, and captures may be outside.
+            with torch.inference_mode(False):
+                self._both = Both(settings, ledger, *parts, facts or {}, rank)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context
@@ -199,24 +173,34 @@ class VerifyRouter:
         except Exception:
             # One missing, or of a kind that the table does not foresee; the stock function may know what to do with it.
             reason = "unexpected_arguments"
+        recording = self._recording(call) if self._capturing() else None
         if reason is not None:
-            self._count_declined(reason, call, context[0])
+            self._count_declined(reason, call, context[0], recording)
             return self.stock(*args, **kwargs)
         if not known:
-            self._harmlessly("the shapes line", lambda: self._say_new_shape(call, context[1]))
-        return self._serve(call, args, kwargs, context[0])
+            self.ledger.harmlessly("the shapes line", lambda: self._say_new_shape(call, context[1]))
+        route, why, result = self._serve(Routed(call, args, kwargs, context[0].layer_id, scale_of(call)), recording)
+        if recording is None:
+            self.ledger.count_routed(route, why)
+        else:
+            recording.counts[route, why] += 1
+        return result
 
-    def _serve(self, call: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], layer: Any) -> Any:
-        if self._steps is not None and self._validates(layer.layer_id):
-            return self._serve_validated(call, args, kwargs, layer.layer_id)
-        if not self._shadow and self._launch(call, call["o_extend"]):
-            self.ledger.count_routed("kernel", "verify")
-            return None
-        # In shadow mode, or because the launch has just failed: the stock kernel writes all of the output.
-        self.ledger.count_routed("stock", self.ledger.disabled or "shadow")
-        return self.stock(*args, **kwargs)
+    def _serve(self, routed: Routed, recording: Recording | None) -> tuple[str, str, Any]:
+        """Returns the route and the reason that the call counts for, and what the stock function has returned."""
+        both = self._both
+        if both is not None:
+            if recording is not None:
+                return both.record(routed, recording)
+            if both.due(routed):
+                return both.serve(routed)
+        ours = not self._shadow and self.ledger.disabled is None
+        if ours and self._launch(routed.values, routed.values["o_extend"], routed.scale):
+            return "kernel", "verify", None
+        # In shadow mode, or because the kernel has just been turned off: the stock kernel writes all of the output.
+        return "stock", self.ledger.disabled or "shadow", self.stock(*routed.args, **routed.kwargs)
 
-    def _launch(self, call: dict[str, Any], out: torch.Tensor) -> bool:
+    def _launch(self, call: Mapping[str, Any], out: torch.Tensor, scale: float) -> bool:
         """Runs the kernel into `out`. False if it could not be launched: then it is off from here on."""
         mask = call["custom_mask"]
         try:
@@ -231,7 +215,7 @@ class VerifyRouter:
                 mask,
                 None if mask is None else call["mask_indptr"],
                 call["max_len_extend"],
-                scale_of(call),
+                scale,
             )
         except Exception as error:
             if is_fatal(error):
@@ -240,70 +224,63 @@ class VerifyRouter:
             return False
         return True
 
-    # ---------------------------------------------------------------------------------------------------- validation
+    def _stock_with(self, args: tuple[Any, ...], kwargs: dict[str, Any], **other: torch.Tensor) -> Any:
+        """The stock function with other tensors in place of some of its arguments."""
+        if not other:
+            return self.stock(*args, **kwargs)
+        positional = [other.get(name, value) for name, value in zip(self._names, args, strict=False)]
+        named = {name: value for name, value in other.items() if name not in self._names[: len(args)]}
+        return self.stock(*positional, **{**kwargs, **named})
 
-    def _validates(self, layer_id: int) -> bool:
-        assert self._steps is not None
+    # ------------------------------------------------------------------------------------------- captures and replays
+
+    def before_step(self) -> None:
+        """A batch is about to be prepared, for whatever kind of forward pass."""
+        if self._both is not None and not self._capturing():
+            self._both.before_step()
+
+    def capture_begins(self, bs: int) -> None:
+        """A verify batch of `bs` requests is about to be captured, perhaps not for the first time."""
+        self._recordings.pop(bs, None)
+        if self._both is not None:
+            self._both.capture_begins()
+
+    def replay_begins(self, bs: int) -> None:
+        """A graph of a verify batch of `bs` requests is about to be replayed; its metadata is in place."""
+        recording = self._recordings.get(bs)
+        if recording is None:
+            return
         if self._capturing():
-            if self.ledger.first("validation skipped"):
-                log.get_logger().info("validation is skipped while a CUDA graph is captured, and in its replays")
-            return False
-        return self._steps.due(layer_id)
+            if self.ledger.first("metadata graph"):
+                words = "the metadata of CUDA graphs is replayed from a graph: replays are neither counted nor logged"
+                log.get_logger().warning(words)
+            if self._both is not None:
+                self._both.open_gates(recording)
+            return
+        for (route, reason), calls in recording.counts.items():
+            if route == "kernel" and recording.switched and self.ledger.disabled is not None:
+                route, reason = "stock", self.ledger.disabled
+            if (route, reason) in ROUTED:
+                self.ledger.count_routed(route, reason, calls)
+            else:
+                self.ledger.count(route, reason, calls)
+        if self._both is not None:
+            self._both.replay_begins(recording)
 
-    def _serve_validated(
-        self, call: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], layer_id: int
-    ) -> Any:
-        """Computes both. The one that is not served goes to a scratch tensor: one alone writes the real output."""
-        served, result = call["o_extend"], None
-        self._harmlessly("validation", lambda: self._check_v(call, layer_id))
-        ours = not self._shadow and self.ledger.disabled is None and self._launch(call, served)
-        if ours:
-            self.ledger.count_routed("kernel", "verify")
-        else:
-            self.ledger.count_routed("stock", self.ledger.disabled or "shadow")
-            result = self.stock(*args, **kwargs)
-
-        def compare() -> None:
-            scratch = torch.empty_like(served)
-            if ours:
-                self._stock_into(scratch, args, kwargs)
-            elif not self._launch(call, scratch):
-                return
-            found = difference(served, scratch) if ours else difference(scratch, served)
-            log.get_logger().info("%s", found.line(layer_id, self._rank))
-
-        if self.ledger.disabled is None:
-            self._harmlessly("validation", compare)
-        return result
-
-    def _check_v(self, call: dict[str, Any], layer_id: int) -> None:
-        """The kernel takes V from the latent part of K. If a model passes another V, its results would be wrong."""
-        v, latent = call["v_extend"], call["k_extend"][..., :LATENT]
-        # Bit for bit: a NaN is as good as any other value here.
-        if not torch.equal(v.view(torch.int16), latent.view(torch.int16)):
-            self.ledger.disable("v_not_latent", f"layer {layer_id}: v_extend is not the latent part of k_extend")
-
-    def _harmlessly(self, what: str, do: Callable[[], None]) -> None:
-        """What goes wrong beside the call (validation needs memory, for one) is a line, and no reason to lose it."""
-        try:
-            do()
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            if self.ledger.first(("failed", what)):
-                log.get_logger().warning("%s failed: %s: %s", what, type(error).__name__, error)
-
-    def _stock_into(self, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        at = self._output_position
-        if at < len(args):
-            self.stock(*args[:at], out, *args[at + 1 :], **kwargs)
-        else:
-            self.stock(*args, **{**kwargs, "o_extend": out})
+    def _recording(self, call: Mapping[str, Any]) -> Recording:
+        offsets = call.get("qo_indptr")
+        bs = offsets.shape[0] - 1 if isinstance(offsets, torch.Tensor) and offsets.dim() == 1 else -1
+        return self._recordings.setdefault(bs, Recording())
 
     # --------------------------------------------------------------------------------------------------------- lines
 
-    def _count_declined(self, reason: str, call: Mapping[str, Any], layer: Any = None) -> None:
-        self.ledger.counts["stock", reason] += 1
+    def _count_declined(
+        self, reason: str, call: Mapping[str, Any], layer: Any = None, recording: Recording | None = None
+    ) -> None:
+        if recording is None:
+            self.ledger.count("stock", reason)
+        else:
+            recording.counts["stock", reason] += 1
         if self.ledger.first(("declined", reason)):
             layer_id = getattr(layer, "layer_id", None)
             about = {name: describe(call[name]) for name in _ABOUT.get(reason, call) if name in call}
@@ -404,11 +381,6 @@ def _aligned(tensor: torch.Tensor) -> bool:
     return last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % 8 for stride in outer)
 
 
-def is_fatal(error: Exception) -> bool:
-    """True for a CUDA error that has taken the context with it; cupy has it as `status`, torch as `error_code`."""
-    return any(getattr(error, name, None) in FATAL_STATUS for name in ("status", "error_code"))
-
-
 def scale_of(call: Mapping[str, Any]) -> float:
     """As the stock function has it: None and 0 mean the default."""
     return float(call.get("sm_scale") or HEAD_DIM**-0.5)
@@ -427,12 +399,3 @@ def longest_prefix(batch: Any, kv_indptr: torch.Tensor, bs: int, capturing: bool
         return "?" if capturing else int(kv_indptr[: bs + 1].diff().max())
     except (TypeError, ValueError):
         return "?"  # lengths of a kind that the table does not foresee
-
-
-def describe(value: Any) -> str:
-    """An argument for a log line: of a tensor its type, shape and layout, and nothing of what is in it."""
-    if not isinstance(value, torch.Tensor):
-        return str(value)[:80]
-    kind = str(value.dtype).removeprefix("torch.")
-    strides = value.stride() if value.layout == torch.strided else value.layout
-    return f"{kind}{tuple(value.shape)}/{strides}@{value.device}".replace(" ", "")

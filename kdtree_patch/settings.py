@@ -7,6 +7,8 @@ There is no third way: a value that is not understood is never replaced by a def
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,13 +24,13 @@ VARIABLES = (
     "KDTREE_MODE",
     "KDTREE_VALIDATE",
     "KDTREE_VALIDATE_EVERY",
+    "KDTREE_GUARD_REL",
+    "KDTREE_GUARD_DUMP",
+    "KDTREE_SELFTEST",
     "KDTREE_FORWARD_MODES",
     "KDTREE_CACHE_DIR",
     "KDTREE_LOG_LEVEL",
 )
-# Names that are promised but that this version does not act on. To accept them silently would be to lie about a
-# safeguard.
-NOT_YET = ("KDTREE_GUARD_REL",)
 
 
 class SettingError(ValueError):
@@ -51,6 +53,14 @@ class Settings:
     forward_modes: frozenset[str] = frozenset({"verify"})
     cache_dir: Path | None = None
     log_level: str = "info"
+    guard_rel: float | None = None
+    guard_dump: Path | None = None
+    selftest: bool = True
+
+    @property
+    def compares(self) -> bool:
+        """True if stock results are computed beside ours: to log how far they differ, or to act on it."""
+        return self.validate or self.guard_rel is not None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -66,14 +76,15 @@ class Settings:
             forward_modes=_some_of(given, "KDTREE_FORWARD_MODES", FORWARD_MODES),
             cache_dir=_folder(given, "KDTREE_CACHE_DIR"),
             log_level=_one_of(given, "KDTREE_LOG_LEVEL", LOG_LEVELS),
+            guard_rel=_limit(given, "KDTREE_GUARD_REL"),
+            guard_dump=_guard_dump(given),
+            selftest=_one_of(given, "KDTREE_SELFTEST", FLAGS[::-1]) == "1",
         )
 
 
 def _refuse_unknown_names(given: Mapping[str, str]) -> None:
     """A misspelt variable would otherwise be an ignored one."""
     for name in sorted(given):
-        if name in NOT_YET:
-            raise SettingError(name, given[name], "not supported by this version, unset it")
         if name not in VARIABLES:
             nearest = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)[0]
             raise SettingError(name, given[name], f"there is no such variable, the nearest is {nearest}")
@@ -113,6 +124,32 @@ def _folder(given: Mapping[str, str], name: str) -> Path | None:
         folder = Path()
     if not folder.is_absolute():
         raise SettingError(name, given[name], "allowed is an absolute path")
+    return folder
+
+
+def _limit(given: Mapping[str, str], name: str) -> float | None:
+    if name not in given:
+        return None
+    try:
+        limit = float(given[name])
+    except ValueError:
+        limit = math.nan
+    # 0 would trip on rounding, so it can only be a mistake for "no limit".
+    if not 0 < limit < math.inf:
+        raise SettingError(name, given[name], "allowed is a number above 0, for example 0.05")
+    return limit
+
+
+def _guard_dump(given: Mapping[str, str]) -> Path | None:
+    """Looked at now, because the moment at which the guard trips comes once, and is too late to find out."""
+    name = "KDTREE_GUARD_DUMP"
+    folder = _folder(given, name)
+    if folder is None:
+        return None
+    if "KDTREE_GUARD_REL" not in given:
+        raise SettingError(name, given[name], "it needs KDTREE_GUARD_REL, which is not set")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingError(name, given[name], "allowed is a folder that exists and that the service can write to")
     return folder
 
 

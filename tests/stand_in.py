@@ -26,7 +26,17 @@ LAYER = "sglang/srt/layers/radix_attention.py"
 
 # File -> what the contract looks at in it: a function, or a class with its methods and annotated fields.
 KEEP: dict[str, dict[str, tuple[str, ...]]] = {
-    BACKEND: {"TritonAttnBackend": ("__init__", "forward_extend", "forward_decode")},
+    BACKEND: {
+        "TritonAttnBackend": (
+            "__init__",
+            "forward_extend",
+            "forward_decode",
+            "init_forward_metadata",
+            "init_forward_metadata_capture_cuda_graph",
+            "init_forward_metadata_replay_cuda_graph",
+            "init_forward_metadata_out_graph",
+        )
+    },
     BATCH: {"ForwardMode": ("is_target_verify",), "ForwardBatch": ()},
     LAYER: {"RadixAttention": ("__init__",)},
     OLD: {"extend_attention_fwd": ()},

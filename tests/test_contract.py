@@ -92,6 +92,21 @@ DRIFTS = [
             "extend_attention_fwd(kv_buffer): unknown",
         ],
     ),
+    (
+        Drift(BACKEND, "def init_forward_metadata_out_graph", "def init_metadata_out_graph"),
+        [
+            "TritonAttnBackend: missing methods init_forward_metadata_capture_cuda_graph and "
+            "init_forward_metadata_replay_cuda_graph or init_forward_metadata_out_graph"
+        ],
+    ),
+    (
+        Drift(BACKEND, "in_capture=False", "capturing=False"),
+        ["TritonAttnBackend.init_forward_metadata_out_graph(in_capture): missing"],
+    ),
+    (
+        Drift(BATCH, "    batch_size: 'object'\n", "    size: 'object'\n"),
+        ["ForwardBatch.batch_size: missing"],
+    ),
     # Names that came.
     (
         Drift(BACKEND, FORWARD_0523, "score_mod=None, aux_tensors=None, tree=None)"),

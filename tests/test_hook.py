@@ -38,6 +38,25 @@ def fresh_module(stock: Stock) -> ModuleType:
             self.use_mla = model_runner.use_mla
             self.enable_deterministic = model_runner.enable_deterministic
             self.case: Case = model_runner.case
+            self.prepared: list[tuple[Any, ...]] = []
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            self.prepared.append(("eager", forward_batch.batch_size))
+
+        def init_forward_metadata_capture_cuda_graph(
+            self, bs: int, num_tokens: int, req_pool_indices: Any, seq_lens: Any, encoder_lens: Any, forward_mode: Any,
+            spec_info: Any,
+        ) -> None:  # fmt: skip
+            self.prepared.append(("capture", bs))
+
+        def init_forward_metadata_replay_cuda_graph(
+            self, bs: int, req_pool_indices: Any, seq_lens: Any, seq_lens_sum: int, encoder_lens: Any,
+            forward_mode: Any, spec_info: Any, seq_lens_cpu: Any,
+        ) -> None:  # fmt: skip
+            self.prepared.append(("replay", bs))
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            self.prepared.append(("capture" if in_capture else "replay", forward_batch.batch_size))
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: Any = True, sinks: Any = None,
@@ -116,6 +135,71 @@ def served_by_us(backend: Any, out: torch.Tensor) -> bool:
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if "shapes" not in line]
+
+
+# Captures and replays.
+
+
+def around_graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
+    """A backend whose router notes what it is told, beside what the stock methods have done."""
+    backend = Service().start()
+    router = getattr(backend, hook.ROUTER)
+    for name in ("before_step", "capture_begins", "replay_begins"):
+        note = functools.partial(lambda name, *args: backend.prepared.append((name, *args)), name)
+        monkeypatch.setattr(router, name, note)
+    return backend, backend.prepared
+
+
+VERIFY, DECODE = a_batch().forward_mode, a_batch(verify=False).forward_mode
+
+
+def test_the_methods_of_old_releases_say_what_is_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, told = around_graphs(monkeypatch)
+    backend.init_forward_metadata_capture_cuda_graph(8, 72, None, None, None, VERIFY, None)
+    assert told == [("before_step",), ("capture", 8), ("capture_begins", 8)]
+    told.clear()
+    backend.init_forward_metadata_replay_cuda_graph(4, None, None, 9, None, VERIFY, None, seq_lens_cpu=None)
+    assert told == [("before_step",), ("replay", 4), ("replay_begins", 4)]
+    told.clear()
+    backend.init_forward_metadata_replay_cuda_graph(
+        bs=2, req_pool_indices=None, seq_lens=None, seq_lens_sum=9, encoder_lens=None, forward_mode=DECODE,
+        spec_info=None, seq_lens_cpu=None,
+    )  # fmt: skip
+    assert told == [("before_step",), ("replay", 2)]
+
+
+def test_the_method_of_new_releases_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, told = around_graphs(monkeypatch)
+    backend.init_forward_metadata_out_graph(a_batch(batch_size=8), in_capture=True)
+    backend.init_forward_metadata_out_graph(a_batch(batch_size=8))
+    backend.init_forward_metadata_out_graph(a_batch(batch_size=4), True)
+    backend.init_forward_metadata_out_graph(forward_batch=a_batch(verify=False, batch_size=4))
+    assert [one for one in told if one[0].endswith("begins")] == [
+        ("capture_begins", 8),
+        ("replay_begins", 8),
+        ("capture_begins", 4),
+    ]
+
+
+def test_an_eager_step_says_so_before_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, told = around_graphs(monkeypatch)
+    backend.init_forward_metadata(a_batch(batch_size=3))
+    assert told == [("before_step",), ("eager", 3)]
+
+
+def test_a_wrong_metadata_call_gets_the_stock_methods_words() -> None:
+    backend = Service().start()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'forward_batch'"):
+        backend.init_forward_metadata_out_graph()
+    with pytest.raises(TypeError, match="missing 6 required"):
+        backend.init_forward_metadata_capture_cuda_graph(8)
+
+
+def test_a_backend_without_a_router_is_left_alone() -> None:
+    backend = Service().start(num_draft_tokens=None)
+    backend.init_forward_metadata_out_graph(a_batch(batch_size=8), in_capture=True)
+    backend.init_forward_metadata(a_batch(batch_size=3))
+    assert backend.prepared == [("capture", 8), ("eager", 3)]
 
 
 # A served call.
@@ -460,6 +544,15 @@ def test_a_line_that_fails_leaves_no_half_attached_instance(
     assert lines(capsys) == ["[kdtree] declined reason=hook_failed RuntimeError: no log; the service runs stock"]
 
 
+def test_metrics_are_asked_for_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("kdtree_patch.metrics.of_service", asked.append)
+    service, server_args = Service(), SimpleNamespace(enable_metrics=True)
+    for _ in range(2):
+        service.start(server_args=server_args)
+    assert asked == [server_args]
+
+
 def test_draft_backends_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """A speculative worker builds its target backend first, then some that only decode drafts: no line about those."""
     service = Service()
@@ -568,6 +661,6 @@ def test_devices_without_a_kernel() -> None:
 def test_the_kernel_is_asked_for_with_the_cache_and_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("kdtree_patch.kernel.VerifyKernel.load", lambda *args: asked.append(args))
-    settings, job = Settings(), object()
+    settings, job = Settings(selftest=False), object()
     hook.load_kernel(torch.device("cuda:2"), settings, job)  # type: ignore[arg-type]
     assert asked == [(torch.device("cuda:2"), None, job)]

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from kdtree_patch import contract, log
-from kdtree_patch.route import FATAL_STATUS, Ledger, VerifyRouter, decide, longest_prefix, switched_on
+from kdtree_patch.ledger import FATAL_STATUS, Ledger
+from kdtree_patch.route import VerifyRouter, decide, longest_prefix, switched_on
 from kdtree_patch.settings import Settings
 from tests.fakes import SIGNATURES, FakeKernel, Stock, a_batch, a_case, a_layer, arguments
 from tests.support.cases import reference

@@ -18,10 +18,14 @@ def test_an_empty_environment_means_the_defaults() -> None:
         forward_modes=frozenset({"verify"}),
         cache_dir=None,
         log_level="info",
+        guard_rel=None,
+        guard_dump=None,
+        selftest=True,
     )
+    assert not settings.compares
 
 
-def test_every_variable_is_read() -> None:
+def test_every_variable_is_read(tmp_path: Path) -> None:
     settings = Settings.from_environ(
         {
             "KDTREE_MODE": "on",
@@ -30,9 +34,28 @@ def test_every_variable_is_read() -> None:
             "KDTREE_FORWARD_MODES": "verify",
             "KDTREE_CACHE_DIR": "/var/cache/kdtree",
             "KDTREE_LOG_LEVEL": "warning",
+            "KDTREE_GUARD_REL": "5e-2",
+            "KDTREE_GUARD_DUMP": str(tmp_path),
+            "KDTREE_SELFTEST": "0",
         }
     )
-    assert settings == Settings("on", True, 50, frozenset({"verify"}), Path("/var/cache/kdtree"), "warning")
+    first = ("on", True, 50, frozenset({"verify"}), Path("/var/cache/kdtree"), "warning")
+    assert settings == Settings(*first, guard_rel=0.05, guard_dump=tmp_path, selftest=False)
+
+
+def test_a_guard_compares_without_validation() -> None:
+    settings = Settings.from_environ({"KDTREE_GUARD_REL": "0.05"})
+    assert settings.compares and not settings.validate
+
+
+@pytest.mark.parametrize("name", ["dumps", "no-such-folder", "a-file"])
+def test_a_dump_folder_that_cannot_be_used_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    folder = name if name == "dumps" else str(tmp_path / name)
+    with pytest.raises(SettingError) as refused:
+        Settings.from_environ({"KDTREE_GUARD_REL": "0.05", "KDTREE_GUARD_DUMP": folder})
+    allowed = "an absolute path" if name == "dumps" else "a folder that exists and that the service can write to"
+    assert refused.value.variable == "KDTREE_GUARD_DUMP" and allowed in str(refused.value)
 
 
 def test_case_and_spaces_do_not_matter_and_empty_is_unset() -> None:
@@ -71,7 +94,13 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
         ("KDTREE_CACHE_DIR", "~nobody-of-that-name/x", "an absolute path"),
         ("KDTREE_LOG_LEVEL", "loud", "info, warning, error"),
         ("KDTREE_LOG_LEVEL", "debug", "info, warning, error"),
-        ("KDTREE_GUARD_REL", "0.01", "not supported by this version"),
+        ("KDTREE_GUARD_REL", "0", "a number above 0"),
+        ("KDTREE_GUARD_REL", "-1", "a number above 0"),
+        ("KDTREE_GUARD_REL", "nan", "a number above 0"),
+        ("KDTREE_GUARD_REL", "inf", "a number above 0"),
+        ("KDTREE_GUARD_REL", "5%", "a number above 0"),
+        ("KDTREE_GUARD_DUMP", "/tmp", "it needs KDTREE_GUARD_REL"),
+        ("KDTREE_SELFTEST", "no", "1, 0"),
     ],
 )
 def test_what_is_not_understood_is_refused(variable: str, value: str, allowed: str) -> None:

@@ -1,0 +1,200 @@
+"""The guard: what a bug report needs when a call differs from the stock result by more than `KDTREE_GUARD_REL` allows.
+
+Whether a call does is decided where it is compared (`validate.py`), and acted on by the router. Here are the one line
+and, with `KDTREE_GUARD_DUMP`, the file: the inputs of that very call and both results. In a replay of a CUDA graph the
+inputs are gone by the time the host learns of it, so `Snapshot` has the graph itself keep them. Knows torch and the
+log, and nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from kdtree_patch import log
+from kdtree_patch.validate import Buffers
+
+# Bounds of what is saved: files in the folder, bytes in a file. If the prefixes do not fit they are left out.
+MAX_FILES: Final = 16
+MAX_BYTES: Final = 256 << 20
+# Of the buffers under CUDA graphs, which have room for the largest batch, no more than this many elements are kept.
+MAX_KEPT: Final = 1 << 22
+
+STEP_TENSORS: Final = ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")
+LINE_TENSORS: Final = ("q_extend", "k_buffer", *STEP_TENSORS)
+
+Tensors = Mapping[str, "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One verify call, as far as it outlives itself: what all layers of a step share, and the pools."""
+
+    layer: int
+    words: Mapping[str, str]  # its tensors for the line
+    step: Tensors
+    q_len: int
+    elements: int  # of the output
+    scale: float
+    pools: dict[int, torch.Tensor] = field(default_factory=dict)
+    replay: bool = False
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any], layer: int, scale: float, replay: bool = False) -> Call:
+        return cls(
+            layer=layer,
+            words={name: describe(call[name]) for name in LINE_TENSORS},
+            step={name: call[name] for name in STEP_TENSORS},
+            q_len=call["max_len_extend"],
+            elements=call["o_extend"].numel(),
+            scale=scale,
+            pools={layer: call["k_buffer"]},
+            replay=replay,
+        )
+
+    def offsets(self, name: str) -> torch.Tensor:
+        """Those of its requests: bs + 1."""
+        tensor, qo_indptr = self.step[name], self.step["qo_indptr"]
+        assert tensor is not None and qo_indptr is not None
+        return tensor[: qo_indptr.numel()]
+
+
+def describe(value: Any) -> str:
+    """An argument for a log line: of a tensor its type, shape and layout, and nothing of what is in it."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)[:80]
+    kind = str(value.dtype).removeprefix("torch.")
+    strides = value.stride() if value.layout == torch.strided else value.layout
+    return f"{kind}{tuple(value.shape)}/{strides}@{value.device}".replace(" ", "")
+
+
+def message(call: Call, figures: str, limit: float, facts: Mapping[str, object], saved: Mapping[str, object]) -> str:
+    """All that a bug report needs, in one line."""
+    shapes = {**call.words, "q_len": call.q_len, "scale": f"{call.scale:.5f}", "replay": int(call.replay)}
+    return f"layer={call.layer} {figures} limit={limit:g} {log.fields({**shapes, **facts, **saved})}"
+
+
+def save(folder: Path, call: Call, tensors: Tensors, facts: Mapping[str, object]) -> dict[str, object]:
+    """Writes a file that `torch.load` reads. Returns the fields of the line that say where, or why not.
+
+    `tensors` are the layer's: q, k_extend, ours, stock. The file has them under `inputs` (the arguments of
+    `VerifyKernel.launch` but for the output) and `results`, with `facts` beside. Of the pool it has the rows of the
+    prefixes alone, and the indices that go with those; which slots they came from is in `slots`. Waits for the device.
+    """
+    if len(list(folder.glob("kdtree-guard-*.pt"))) >= MAX_FILES:
+        return {"dump": "none", "dump_error": f"{folder} has {MAX_FILES} of them already"}
+    inputs: dict[str, Any] = {name: tensors[name] for name in ("q", "k_extend")} | dict(call.step)
+    inputs |= {"q_len": call.q_len, "scale": call.scale}
+    results = {name: tensors[name] for name in ("ours", "stock")}
+    left_out = []
+    bs = inputs["qo_indptr"].numel() - 1
+    ends = inputs["kv_indptr"][: bs + 1].tolist()
+    if inputs["custom_mask"] is not None:
+        length = int(inputs["mask_indptr"][bs - 1]) + call.q_len * (ends[-1] - ends[-2] + call.q_len)
+        if length > inputs["custom_mask"].numel():
+            left_out.append("custom_mask")
+        inputs["custom_mask"] = inputs["custom_mask"][:length]
+    slots = inputs["kv_indices"] = inputs["kv_indices"][: ends[-1]]
+    size = sum(_bytes(value) for value in [*inputs.values(), *results.values()])
+    if size > MAX_BYTES:
+        return {"dump": "none", "dump_error": f"{size} bytes are more than the {MAX_BYTES} that a file may have"}
+    pool = call.pools[call.layer]
+    if ends[-1] > slots.numel() or size + ends[-1] * pool[0].numel() * pool.element_size() > MAX_BYTES:
+        left_out.append("kv_pool")
+        inputs["kv_pool"] = None
+    else:
+        inputs["kv_pool"] = pool[slots.long()]
+        inputs["kv_indices"] = torch.arange(ends[-1], dtype=slots.dtype)
+    content = {
+        "inputs": {name: _on_the_host(value) for name, value in inputs.items()},
+        "results": {name: _on_the_host(value) for name, value in results.items()},
+        "slots": _on_the_host(slots),
+        "left_out": left_out,
+        "facts": {**facts, "layer": call.layer, "replay": call.replay, **call.words},
+    }
+    # Under a name that is nobody else's, and readable by nobody else: it holds what users of the service wrote.
+    handle, name = tempfile.mkstemp(prefix=f"kdtree-guard-L{call.layer}-{os.getpid()}-", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(content, file)
+        path = Path(name).with_suffix(".pt")
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return {"dump": path}
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _on_the_host(value: Any) -> Any:
+    """A copy of what a tensor shows, and not of the whole memory that it is a view of."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+class Snapshot:
+    """Keeps the inputs of the call that trips in a replay, on the device: what the layer brings within the graph, what
+    the step shares after the replay and before the next batch is prepared.
+
+    The prefixes stay in the pool, and are read when the file is written, a step or two later: a request that has ended
+    by then may have lost them.
+    """
+
+    def __init__(self, buffers: Buffers, device: torch.device):
+        self.of: Call | None = None  # the graph that was replayed last
+        self._buffers = buffers
+        self._taken = torch.zeros((), dtype=torch.bool, device=device)
+        self._pending = torch.zeros((), dtype=torch.bool, device=device)
+        # Shapes of the layer's tensors, by the number of elements that the output has.
+        self._shapes: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+
+    def prepare(self, step: Mapping[str, Any]) -> None:
+        """Lays ready what `after_replay` needs of a batch of this size."""
+        for name in STEP_TENSORS:
+            if step[name] is not None:
+                self._kept(name, step[name][:MAX_KEPT], capturing=False)
+
+    def record(self, hit: torch.Tensor, layer: Mapping[str, torch.Tensor], capturing: bool) -> None:
+        """The tensors of this layer are kept if `hit` is set. Raises NotPrepared under a capture."""
+        self._shapes[layer["ours"].numel()] = {name: (tensor.shape, tensor.dtype) for name, tensor in layer.items()}
+        for name, tensor in layer.items():
+            kept = self._kept(name, tensor, capturing)
+            torch.where(hit, tensor, kept, out=kept)
+
+    def after_replay(self, tripped: torch.Tensor) -> None:
+        """Before anything is prepared for another batch: keeps what the step shared, if it has just tripped."""
+        if self.of is None:
+            return
+        torch.gt(tripped, self._taken, out=self._pending)
+        for name, tensor in self.of.step.items():
+            if tensor is not None:
+                tensor = tensor[:MAX_KEPT]
+                kept = self._kept(name, tensor, capturing=False)
+                torch.where(self._pending, tensor, kept, out=kept)
+        self._taken.copy_(tripped)
+        self.of = None
+
+    def taken(self, call: Call) -> tuple[Call, Tensors]:
+        """The call with what was kept of it, and its layer's tensors. Of a call that has tripped."""
+        step = {
+            name: None if tensor is None else self._kept(name, tensor[:MAX_KEPT], capturing=False)
+            for name, tensor in call.step.items()
+        }
+        tensors = {
+            name: self._buffers.get(f"kept {name}", shape.numel(), dtype, False).view(shape)
+            for name, (shape, dtype) in self._shapes[call.elements].items()
+        }
+        return replace(call, step=step), tensors
+
+    def _kept(self, name: str, tensor: torch.Tensor, capturing: bool) -> torch.Tensor:
+        return self._buffers.get(f"kept {name}", tensor.numel(), tensor.dtype, capturing).view(tensor.shape)

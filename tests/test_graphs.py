@@ -1,0 +1,247 @@
+"""CUDA graphs without a GPU: captures and replays by `FakeGraph`, both kernels in torch.
+
+The stand-in raises on everything that a capture must not do: an operation that computes while capturing, waits for the
+device, or takes memory. tests/gpu/test_graphs.py runs the same cases on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kdtree_patch import log
+from kdtree_patch.route import VerifyRouter
+from kdtree_patch.settings import Settings
+from kdtree_patch.validate import CHUNK, FIGURES, LAYERS, Buffers, NotPrepared, scratch_elements
+from tests import graph_cases as cases
+from tests.fakes import FakeKernel, Stock, a_batch, a_layer
+from tests.graph_bench import GraphBench
+from tests.support.cases import reference
+from tests.support.graphs import BreaksCapture, FakeGraph, opaque
+from tests.support.reference import rel
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(VerifyRouter, "_capturing", lambda self: FakeGraph.current is not None)
+    before = log.get_logger().level
+    log.set_level("info")
+    yield
+    log.get_logger().setLevel(before)
+
+
+def make(settings: Settings, **how: Any) -> GraphBench:
+    stock, kernel = Stock(), FakeKernel()
+    kernel.launch = opaque(kernel.launch)  # type: ignore[method-assign]
+    stock._run = opaque(stock._run)  # type: ignore[method-assign]
+    stock.function.__globals__["run"] = stock._run
+    return GraphBench(stock.function, kernel, FakeGraph, settings, **how)
+
+
+SETTINGS = {"plain": Settings(), "validate": cases.VALIDATE, "guard": cases.GUARD, "shadow": cases.SHADOW}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_replays_are_right_and_have_the_bits_of_the_eager_call(settings: Settings) -> None:
+    cases.replays_are_right_and_have_the_bits_of_the_eager_call(make, settings)
+
+
+def test_a_replay_is_a_call() -> None:
+    cases.a_replay_is_a_call(make)
+
+
+def test_validation_says_what_replays_have_done(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.validation_says_what_replays_have_done(make, capsys)
+
+
+def test_validation_figures_are_those_of_the_eager_call(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.validation_figures_are_those_of_the_eager_call(make, capsys)
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow"])
+def test_every_nth_replay(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.every_nth_replay(make, Settings(mode=mode, validate=True, validate_every=3), capsys)
+
+
+@pytest.mark.parametrize("settings", [cases.GUARD, Settings(guard_rel=0.05, validate=True)], ids=["guard", "both"])
+def test_the_guard_trips_in_a_replay(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.the_guard_trips_in_a_replay(make, settings, capsys)
+
+
+def test_the_dump_of_a_replay_has_the_inputs_of_that_call(tmp_path: Path) -> None:
+    cases.the_dump_of_a_replay_has_the_inputs_of_that_call(make, tmp_path)
+
+
+def test_padding_does_not_trip() -> None:
+    cases.padding_does_not_trip(make)
+
+
+def test_a_nan_of_ours_alone_trips() -> None:
+    cases.a_nan_of_ours_alone_trips(make)
+
+
+def test_two_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.two_backends(make, capsys)
+
+
+def test_an_eager_batch_above_the_largest_graph() -> None:
+    cases.an_eager_batch_above_the_largest_graph(make)
+
+
+@pytest.mark.parametrize("inside", ["construction", "capture"])
+def test_in_and_out_of_inference_mode(inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's event loop runs in inference mode; its start, and with it a capture, may be outside."""
+    bench = make(Settings())
+    with torch.inference_mode(inside == "construction"):
+        settings = Settings(guard_rel=0.05, guard_dump=tmp_path)
+        bench.router = VerifyRouter(bench.router.stock, bench.router.kernel, settings, bench.ledger)
+    with torch.inference_mode(inside == "capture"):
+        bench.capture(2)
+    batch = bench.cases([5, 40])
+    for layer, out in enumerate(bench.replay(2, batch)):
+        assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
+    bench.settle()
+    assert bench.ledger.counts["kernel", "verify"] == 6
+    assert "WARNING" not in capsys.readouterr().err
+
+
+# What is no matter of the device.
+
+
+def test_the_stand_in_is_strict() -> None:
+    value = torch.ones(3)
+    for breaks in (
+        lambda: value + 1,
+        lambda: value.sum().item(),
+        lambda: torch.empty(4),
+        lambda: torch.equal(value, value),
+    ):
+        with pytest.raises(BreaksCapture):
+            FakeGraph().capture(breaks)
+    graph = FakeGraph()
+    graph.capture(lambda: value[:2].add_(1))
+    assert value.tolist() == [1, 1, 1] and graph.operations == 1
+    graph.replay()
+    assert value.tolist() == [2, 2, 1]
+
+
+def test_a_capture_without_validation_records_the_kernel_alone() -> None:
+    bench = make(Settings())
+    bench.capture(2)
+    assert bench.graphs[2].operations == len(bench.layers)
+
+
+def test_a_capture_that_nothing_was_laid_ready_for_runs_stock(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = make(cases.GUARD)
+    bench.capture(2, warm_up=False)
+    batch = bench.cases([5, 40])
+    for layer, out in enumerate(bench.replay(2, batch)):
+        assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
+    assert bench.ledger.counts == {("stock", "validation_failed"): 2}
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warnings) == 1 and "NotPrepared: no eager call has laid ready second output of " in warnings[0]
+
+
+def test_a_layer_beyond_those_that_are_told_apart() -> None:
+    bench = make(cases.GUARD)
+    bench.capture(2)
+    call = bench.arguments(2, bench.layers[0])
+    bench.router.context = (a_layer(LAYERS), a_batch())
+    FakeGraph().capture(lambda: bench.router(**call))
+    assert bench.router._recordings[2].counts["stock", "validation_failed"] == 1
+
+
+def test_a_graph_of_another_mode_or_size_is_none_of_ours() -> None:
+    bench = make(cases.VALIDATE)
+    bench.capture(2)
+    before = dict(bench.ledger.counts)
+    bench.router.replay_begins(3)
+    assert bench.ledger.counts == before
+
+
+def test_metadata_that_is_replayed_from_a_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLANG_ENABLE_METADATA_GLUE_GRAPH: the host no longer comes by. The guard works all the same."""
+    bench = make(cases.GUARD)
+    bench.capture(2)
+    before = dict(bench.ledger.counts)
+    FakeGraph().capture(lambda: bench.router.replay_begins(2))
+    assert bench.ledger.counts == before
+    assert capsys.readouterr().err.count("replays are neither counted nor logged") == 1
+
+
+def test_buffers_grow_and_keep_what_a_graph_may_write_to() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    with pytest.raises(NotPrepared, match="no eager call has laid ready x of 40 bytes"):
+        buffers.get("x", 10, torch.float32, capturing=True)
+    first = buffers.get("x", 10, torch.float32, capturing=False)
+    assert buffers.get("x", 16, torch.float32, capturing=False).data_ptr() == first.data_ptr()
+    assert buffers.get("x", 3, torch.int64, capturing=True).data_ptr() == first.data_ptr()
+    assert buffers.get("x", 17, torch.float32, capturing=False).data_ptr() != first.data_ptr()
+    assert buffers.nbytes == 64 + 128
+    buffers.get("x", 100, torch.float32, capturing=False)  # no graph knows the one of 128
+    assert buffers.nbytes == 64 + 512
+
+
+def test_scratch_memory_has_a_bound() -> None:
+    out = torch.empty(4000, 128, 512, device="meta")
+    assert scratch_elements(out) * 8 <= 32 * CHUNK + 8 * FIGURES
+
+
+def test_a_stock_kernel_that_cannot_be_compared_with_leaves_a_graph_that_runs_stock(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A capture that raises would be a service that does not start."""
+    bench = make(cases.VALIDATE)
+    stock_with = bench.router._both._stock
+
+    def only_as_it_is(*args: Any, **other: Any) -> Any:
+        if other:
+            raise RuntimeError("not with these")
+        return stock_with(*args)
+
+    bench.router._both._stock = only_as_it_is
+    bench.capture(2)
+    batch = bench.cases([5, 40])
+    for layer, out in enumerate(bench.replay(2, batch)):
+        assert rel(out, reference(batch[layer])) < cases.LIMIT[out.dtype]
+    assert bench.ledger.counts["stock", "validation_failed"] == 2
+    assert "WARNING validation of a CUDA graph failed: RuntimeError: not with these" in capsys.readouterr().err
+
+
+def test_a_capture_between_replays_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.a_capture_between_replays_is_no_step(make, capsys)
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow"])
+def test_both_kernels_have_run_before_they_are_captured(mode: str) -> None:
+    """What is compiled or loaded at a first call would otherwise be so under the capture."""
+    bench = make(Settings(mode=mode, validate=True))
+    stock, launched = bench.router.stock.__globals__["run"], []
+    bench.router.kernel.launch = lambda *args: launched.append(args[2].data_ptr())
+    asked: list[tuple[int, int]] = []
+    bench.router.stock.__globals__["run"] = lambda call: asked.append(
+        (call["o_extend"].data_ptr(), int(call["qo_indptr"].data_ptr()))
+    )
+    bench.router.before_step()
+    bench.write_metadata(None, 2)
+    bench.router.capture_begins(2)
+    bench.forward(2)
+    eager = (set(asked), set(launched))
+    FakeGraph().capture(lambda: bench.forward(2))
+    assert stock and asked and launched
+    assert (set(asked), set(launched)) == eager
+
+
+def test_v_is_checked_before_a_capture() -> None:
+    bench = make(cases.VALIDATE)
+    for v in bench.v.values():
+        v.add_(0.5)
+    bench.capture(2)
+    assert bench.ledger.disabled == "v_not_latent"
+    batch = bench.cases([5, 40])
+    bench.replay(2, batch)
+    assert ("kernel", "verify") not in bench.ledger.counts

@@ -1,0 +1,147 @@
+"""Metrics with the real prometheus_client in multiprocess mode, on the /metrics that each SGLang release serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kdtree_patch import metrics
+from kdtree_patch.ledger import Ledger
+from tests.support.env import child_env
+
+ON = SimpleNamespace(enable_metrics=True)
+
+
+def python(code: str, release: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, because prometheus_client has one registry for each."""
+    env = child_env(release, variables, patched=False)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+WORKER = """
+import sys
+from types import SimpleNamespace
+from kdtree_patch import metrics
+from kdtree_patch.ledger import Ledger
+rank = int(sys.argv[1])
+assert "prometheus_client" not in sys.modules
+ledger = Ledger(metrics.of_service(SimpleNamespace(enable_metrics=True)))
+for _ in range(61):
+    ledger.count_routed("kernel", "verify")
+ledger.count_routed("kernel", "verify", 61)
+ledger.count("stock", "kv_dtype", rank)
+ledger.meters.compared(7, 0.5)
+ledger.meters.compared(7, 0.001 * rank)
+if rank == 2:
+    ledger.disable("guard", "a line")
+elif rank == 1:
+    ledger.disable("launch_failed", "no guard")
+"""
+
+SERVER = """
+import asyncio, os, subprocess, sys
+from types import SimpleNamespace
+from sglang.srt.utils.common import add_prometheus_middleware, set_prometheus_multiproc_dir
+set_prometheus_multiproc_dir()
+for rank in sys.argv[2:]:
+    subprocess.run([sys.executable, "-c", sys.argv[1], rank], check=True)
+app = SimpleNamespace(routes=[])
+add_prometheus_middleware(app)
+async def get():
+    sent = []
+    async def receive():
+        return {"type": "http.request", "body": b""}
+    async def send(message):
+        sent.append(message)
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "root_path": "", "query_string": b"", "headers": []}
+    await app.routes[0].app(scope, receive, send)
+    return b"".join(message.get("body", b"") for message in sent).decode()
+print(asyncio.run(get()))
+"""
+
+
+def test_they_are_on_the_services_own_page(release: str) -> None:
+    """Three workers: their calls are summed, and of the gauges the largest is shown."""
+    run = f"import sys; sys.argv = ['', {WORKER!r}, '0', '1', '2']\n{SERVER}"
+    page = python(run, release).stdout
+    figures = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if line[:1] == "k"}
+    assert figures == {
+        'kdtree:verify_calls_total{reason="verify",route="kernel"}': 3 * 122,
+        'kdtree:verify_calls_total{reason="kv_dtype",route="stock"}': 3,
+        'kdtree:validation_rel{layer="7"}': 0.002,
+        "kdtree:guard_tripped": 1,
+    }
+
+
+def test_a_guard_that_has_not_tripped_is_shown_too(tmp_path: Path) -> None:
+    code = f"""
+{WORKER.replace("sys.argv[1]", "0")}
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    page = python(code, PROMETHEUS_MULTIPROC_DIR=str(tmp_path)).stdout
+    assert "\nkdtree:guard_tripped 0.0\n" in page
+
+
+def test_a_service_without_metrics_does_not_import_prometheus() -> None:
+    code = (
+        "import sys; from types import SimpleNamespace; from kdtree_patch import hook, metrics\n"
+        "assert metrics.of_service(SimpleNamespace(enable_metrics=False)) is None\n"
+        "assert metrics.of_service(None) is None\n"
+        "assert 'prometheus_client' not in sys.modules"
+    )
+    assert python(code, PROMETHEUS_MULTIPROC_DIR="/nonexistent").stderr == ""
+
+
+def test_metrics_without_a_directory_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(metrics.DIRECTORY, raising=False)
+    assert metrics.of_service(ON) is None
+    assert "WARNING metrics are on, but PROMETHEUS_MULTIPROC_DIR is not set" in capsys.readouterr().err
+
+
+def test_a_client_that_cannot_be_used_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(metrics.DIRECTORY, "/somewhere")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert metrics.of_service(ON) is None
+    assert "WARNING metrics failed: ModuleNotFoundError: " in capsys.readouterr().err
+
+
+def test_a_failure_while_counting_costs_no_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
+    class Full:
+        def __init__(self, *args: Any, **kwargs: Any):
+            pass
+
+        def labels(self, *values: Any) -> Full:
+            return self
+
+        def inc(self, calls: int) -> None:
+            tried.append(calls)
+            raise OSError(28, "No space left on device")
+
+        def set(self, value: float) -> None:
+            pass
+
+    monkeypatch.setenv(metrics.DIRECTORY, "/somewhere")
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Full, Gauge=Full))
+    ledger = Ledger(metrics.of_service(ON))
+    for _ in range(3):
+        ledger.count_routed("kernel", "verify")
+    assert ledger.counts["kernel", "verify"] == 3 and tried == [1]
+    assert capsys.readouterr().err.count("No space left on device; ours stop here") == 1

@@ -1,0 +1,146 @@
+"""The second door: the wheel, what is in it, and SGLang's own loader of plugins on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kdtree_patch import boot
+from tests.support.env import RELEASES, REPO, child_env, sglang_dir
+
+MODULE = boot.BACKEND_MODULE
+LOAD = "from sglang.srt.plugins import load_plugins; load_plugins()"
+WRAPPED = f"""
+import {MODULE} as backend
+def wrappers(method):
+    count = 0
+    while method is not None:
+        count += getattr(getattr(method, "_self_wrapper", None), "__module__", "") == "kdtree_patch.hook"
+        method = getattr(method, "__wrapped__", None)
+    return count
+methods = vars(backend.TritonAttnBackend)
+print(wrappers(methods["__init__"]), wrappers(methods["forward_extend"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the files, as setuptools leaves some of its own beside them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("kdtree_patch", "kernels"):
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "sitecustomize.py"):
+        shutil.copy(REPO / name, folder)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "out"), str(folder))
+    (built,) = (folder / "out").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, installed."""
+    folder = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    return folder
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def python(code: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = child_env(None, variables, patched=False) | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("[kdtree]")]
+
+
+def test_the_wheel_has_the_package_and_the_kernels_and_nothing_else(wheel: Path) -> None:
+    files = zipfile.ZipFile(wheel).namelist()
+    sources = {path.relative_to(REPO).as_posix() for path in (REPO / "kernels").rglob("*") if path.suffix}
+    modules = {f"kdtree_patch/{path.name}" for path in (REPO / "kdtree_patch").glob("*.py")}
+    inside = {name for name in files if ".dist-info/" not in name}
+    assert inside == modules | {f"kdtree_patch/{name}" for name in sources if "__pycache__" not in name}
+
+
+def test_the_kernel_compiles_and_is_right_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+from kdtree_patch import __main__, compile
+print(compile.KERNELS)
+sys.argv = ["kdtree_patch", "selftest", "--device", "cpu"]
+sys.exit(__main__.main())
+"""
+    done = python(code, site, KDTREE_CACHE_DIR=str(tmp_path / "cache"))
+    first, *_, last = done.stdout.splitlines()
+    assert first == str(site / "kdtree_patch" / "kernels")
+    assert last.startswith("PASS on cpu (host)")
+
+
+def test_one_name_for_the_backend() -> None:
+    assert f'BACKEND = "{boot.BACKEND_MODULE}"' in (REPO / "sitecustomize.py").read_text()
+
+
+def test_sglang_finds_the_plugin(site: Path, release: str) -> None:
+    done = python(LOAD + WRAPPED, site, sglang_dir(release), SGLANG_PLUGINS="kdtree")
+    assert done.stdout.splitlines()[-1] == "1 1"
+    assert lines(done) == []
+
+
+def test_other_plugins_alone(site: Path, release: str) -> None:
+    code = f"{LOAD}; import sys; print('kdtree_patch' in sys.modules)"
+    done = python(code, site, sglang_dir(release), SGLANG_PLUGINS="somebody_elses")
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+# Each start of SGLang's takes ten seconds, so these are tried on one release.
+NEWEST = RELEASES[-1]
+ORDERS = {
+    "plugin first": f"{LOAD}\nfrom kdtree_patch import plugin; plugin.install(){WRAPPED}",
+    "backend first": f"import {MODULE}\n{LOAD}{WRAPPED}",
+}
+
+
+@pytest.mark.parametrize("code", ORDERS.values(), ids=ORDERS)
+def test_both_doors_are_one_install(site: Path, code: str) -> None:
+    """Ours first on PYTHONPATH, and the wheel behind it."""
+    done = python(code, REPO, site, sglang_dir(NEWEST))
+    assert done.stdout.splitlines()[-1] == "1 1"
+    assert lines(done) == []
+
+
+@pytest.mark.parametrize("path", [lambda site: [site], lambda site: [REPO, site]], ids=["plugin", "both"])
+def test_what_is_wrong_is_said_once(site: Path, path: Callable[[Path], list[Path]]) -> None:
+    done = python(LOAD + WRAPPED, *path(site), sglang_dir(NEWEST), KDTREE_MODE="onn")
+    assert done.stdout.splitlines()[-1] == "0 0"
+    assert len(lines(done)) == 1 and "reason=bad_setting" in lines(done)[0]
+
+
+def test_the_plugin_off(site: Path) -> None:
+    done = python(LOAD + WRAPPED, site, sglang_dir(NEWEST), KDTREE_MODE="off")
+    assert (done.stdout.splitlines()[-1], lines(done)) == ("0 0", [])
+
+
+def test_a_door_that_breaks_does_not_raise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kdtree_patch import plugin
+
+    def broken(name: str) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(boot, "arm", broken)
+    plugin.install()
+    line = "[kdtree] declined reason=boot_failed OSError: no; the service runs stock\n"
+    assert capsys.readouterr().err == line
