@@ -1,6 +1,6 @@
 // cp.async as one thread sees it: copies are started, tied up in groups, and waited for by group; or promised to an mbarrier.
-// A copy reads its source and writes its destination as late as the hardware may: when its thread waits for it, or when somebody waits for the
-// mbarrier. The destination is ruined as early as the hardware may: when the copy is started. Knows nothing of blocks and threads.
+// A copy reads its source and writes its destination as late as the hardware may: when its thread waits for it, or when somebody waits for
+// the mbarrier. The destination is ruined as early as the hardware may: when the copy is started. Knows nothing of blocks and threads.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // One block of a grid on the CPU: its threads are fibers, its warps move in step from one collective to the next.
 //
 // Between two collectives the lanes of a warp run one after the other, each up to the next collective; the last to arrive there performs it
-// for all 32. Then the schedule says which warp goes on. A lane that waits for an mbarrier holds up itself alone. Whatever the hardware would leave undefined ends the launch with a message
-// instead: lanes of one warp at different collectives, threads that returned while others wait, barriers that can never fill, addresses
-// outside. Knows the other headers here; nothing of the kernel.
+// for all 32. Then the schedule says which warp goes on. A lane that waits for an mbarrier holds up itself alone. Whatever the hardware
+// would leave undefined ends the launch with a message instead: lanes of one warp at different collectives, threads that returned while
+// others wait, barriers that can never fill, addresses outside. Knows the other headers here; nothing of the kernel.
 #pragma once
 
 #include <cstdarg>
@@ -47,10 +47,10 @@ struct Warp {
   int index = 0;
   Thread* threads = nullptr;  // 32 of them
   LaneOrder order;
-  int position = 0;            // in that order, of the lane that runs
+  int position = 0;                 // in that order, of the lane that runs
   std::uint32_t ready = kAllLanes;  // lanes that can run, or could if the warp did not wait
-  std::uint32_t arrived = 0;   // lanes at the collective `site`
-  std::uint32_t returned = 0;  // lanes whose kernel function has returned
+  std::uint32_t arrived = 0;        // lanes at the collective `site`
+  std::uint32_t returned = 0;       // lanes whose kernel function has returned
   Site site{"the start", 0};
   void* operands[kLanes] = {};
   int result = 0;     // what a collective leaves for all lanes
@@ -205,7 +205,8 @@ class Block {
   // The warpgroup of a warp, after it was found to be whole.
   Warpgroup& checked_warpgroup(Site site, const Warp& warp) {
     const int first = warp.index / kWarpgroup * kWarpgroup;
-    if (first + kWarpgroup > static_cast<int>(warps_.size())) fail(site, "warp %d is in no whole warpgroup of %d warps", warp.index, kWarpgroup);
+    if (first + kWarpgroup > static_cast<int>(warps_.size()))
+      fail(site, "warp %d is in no whole warpgroup of %d warps", warp.index, kWarpgroup);
     return warpgroups_[static_cast<std::size_t>(first / kWarpgroup)];
   }
 

@@ -118,8 +118,7 @@ inline void mbarrier_wait(unsigned mbarrier, int parity, KDTREE_HOST_LINE) {
     host::advance(site, waited);
     if (waited.phase == phase) block.sleep(site);
     // It tries again and again, and may have been elsewhere in the meantime.
-    if (waited.phase != phase + 1)
-      block.fail(site, "phase %u was complete, and so was the next one before this thread had seen it", phase);
+    if (waited.phase != phase + 1) block.fail(site, "phase %u was complete, and so was the next one before this thread had seen it", phase);
   }
   block.races().wait(waited.index, host::current->index);
 }
@@ -177,8 +176,8 @@ inline void take_step(const Step& step) {
   const Warp& warp = *current->warp;
   const Step* const other = block.checked_warpgroup(step.site, warp).take(warp.index % kWarpgroup, step);
   if (other == nullptr) return;
-  block.fail(step.site, "with operands %llx and %llx; another warp of the warpgroup has in its place %s at line %d, with %llx and %llx", step.a,
-             step.b, other->site.primitive, other->site.line, other->a, other->b);
+  block.fail(step.site, "with operands %llx and %llx; another warp of the warpgroup has in its place %s at line %d, with %llx and %llx",
+             step.a, step.b, other->site.primitive, other->site.line, other->a, other->b);
 }
 
 // act() when all lanes of the warp are here.
@@ -234,8 +233,8 @@ void wgmma_wait(KDTREE_HOST_LINE) {
   });
 }
 
-// d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major both,
-// or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
+// d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major
+// both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
 //   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2
 template <class Element, int ROW_TILES, bool TRANSPOSED>
 void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b, KDTREE_HOST_LINE) {

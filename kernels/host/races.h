@@ -2,14 +2,16 @@
 // different threads, with nothing between them that orders them. Every thread has a clock, and whatever orders threads tells them each
 // other's times; an access is ordered after another if whoever makes it has been told of the other's time (a vector clock).
 //   * A barrier and __syncwarp order whole warps.
-//   * Arriving at an mbarrier tells it what the one thread has done and knows; waiting for its phase tells the one thread that waits. What a
+//   * Arriving at an mbarrier tells it what the one thread has done and knows; waiting for its phase tells the one thread that waits. What
+//   a
 //     thread was told for itself, its warp learns at the next __syncwarp or barrier.
-//   * What the hardware writes on behalf of an mbarrier, the copies whose end it counts, is the work of an agent of its own; and so is what it
+//   * What the hardware writes on behalf of an mbarrier, the copies whose end it counts, is the work of an agent of its own; and so is what
+//   it
 //     reads for the wgmmas of a warp, of which every lane is told when they are complete.
 // It also finds words that were written by a thread or by cp.async and are then used through the async proxy, with no fence in between.
-// Only what is reported to it counts: the primitives always, plain loads and stores in a build with -fsanitize=thread (plain_access.h). What
-// it does not see it cannot blame: there are no false alarms, and 16-bit words that share a 32-bit one are told apart. Knows the numbers of
-// threads, barriers and mbarriers; nothing of how they run.
+// Only what is reported to it counts: the primitives always, plain loads and stores in a build with -fsanitize=thread (plain_access.h).
+// What it does not see it cannot blame: there are no false alarms, and 16-bit words that share a 32-bit one are told apart. Knows the
+// numbers of threads, barriers and mbarriers; nothing of how they run.
 #pragma once
 
 #include <algorithm>
@@ -33,16 +35,11 @@ enum class AccessKind : std::uint8_t {
 };
 
 // For messages; a line number follows.
-constexpr const char* kAccessNames[] = {"load after line",
-                                        "store after line",
-                                        "ldmatrix at line",
-                                        "cp.async in flight of line",
-                                        "cp.async of line",
-                                        "bulk copy in flight of line",
-                                        "bulk copy of line",
-                                        "wgmma at line",
-                                        "mbarrier_init at line",
-                                        "use of the mbarrier at line"};
+constexpr const char* kAccessNames[] = {"load after line",       "store after line",
+                                        "ldmatrix at line",      "cp.async in flight of line",
+                                        "cp.async of line",      "bulk copy in flight of line",
+                                        "bulk copy of line",     "wgmma at line",
+                                        "mbarrier_init at line", "use of the mbarrier at line"};
 
 struct Access {
   std::uint32_t time = 0;    // of the clock of its thread
@@ -287,9 +284,7 @@ class Races {
     return latest;
   }
 
-  Actor alone_or_not(const Access& access) {
-    return {access.thread / 32, alone(access.thread) ? row(told_, access.thread) : nullptr};
-  }
+  Actor alone_or_not(const Access& access) { return {access.thread / 32, alone(access.thread) ? row(told_, access.thread) : nullptr}; }
 
   const Access* for_words(Access access, Actor actor, long long offset, int size,
                           const Access* (Races::*visit)(const Access&, const Actor&, std::size_t)) {

@@ -40,7 +40,8 @@ class MatrixDescriptor {
     if (start_ & 0x380) return "the pattern of the 128-byte swizzle does not start at a multiple of 1024 bytes";
     const int row_bytes = mn_major ? (size < 64 ? size * 2 : 128) : 32;
     if ((start_ & 0x7f) + static_cast<unsigned>(row_bytes) > 128) return "the operand leaves the 128 bytes of a row of the swizzle";
-    if (stride_ % 1024 != 0 && (mn_major || size > 8)) return "the stride is not a multiple of the 1024 bytes that the swizzle repeats after";
+    if (stride_ % 1024 != 0 && (mn_major || size > 8))
+      return "the stride is not a multiple of the 1024 bytes that the swizzle repeats after";
     if (leading_ % 1024 != 0 && mn_major && size > 64)
       return "the leading dimension's offset is not a multiple of the 1024 bytes that the swizzle repeats after";
     return nullptr;
@@ -75,8 +76,8 @@ struct Accumulators {
 
   float* lanes[32];
   int columns = 0;
-  int pending = 0;           // wgmmas
-  int fences = 0;            // of the warp, when they were given back
+  int pending = 0;            // wgmmas
+  int fences = 0;             // of the warp, when they were given back
   std::vector<float> values;  // row by row
 
   // Lane l has, of each 8 columns, columns 2 * (l % 4) and the next of rows l / 4 and l / 4 + 8.

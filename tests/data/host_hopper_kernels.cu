@@ -47,9 +47,9 @@ __device__ __forceinline__ void multiply(const VerifyParams& p) {
   for (int i = 0; i < TILES * 4; i++) ((float*)p.out)[threadIdx.x * TILES * 4 + i] = d[i / 4][i % 4];
 }
 
-#define MULTIPLY(tiles)                                                                                   \
-  extern "C" __global__ void wgmma_bf16_##tiles(const VerifyParams p) { multiply<Bf16, tiles, false>(p); } \
-  extern "C" __global__ void wgmma_fp16_##tiles(const VerifyParams p) { multiply<Fp16, tiles, false>(p); } \
+#define MULTIPLY(tiles)                                                                                                \
+  extern "C" __global__ void wgmma_bf16_##tiles(const VerifyParams p) { multiply<Bf16, tiles, false>(p); }             \
+  extern "C" __global__ void wgmma_fp16_##tiles(const VerifyParams p) { multiply<Fp16, tiles, false>(p); }             \
   extern "C" __global__ void wgmma_bf16_##tiles##_transposed(const VerifyParams p) { multiply<Bf16, tiles, true>(p); } \
   extern "C" __global__ void wgmma_fp16_##tiles##_transposed(const VerifyParams p) { multiply<Fp16, tiles, true>(p); }
 MULTIPLY(1)
@@ -143,8 +143,9 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
   }
 }
 
-// out (64 x 64) = the sum over tiles of A (64 x 64) * B (64 x 64), which come as they lie in shared memory, K-major and swizzled, 8 KB each;
-// two stages. Threads 128 .. 255 copy by cp.async, or thread 256 in bulk; the block has 384. arguments[0]: tiles; [1]: in bulk; [2]: what is wrong.
+// out (64 x 64) = the sum over tiles of A (64 x 64) * B (64 x 64), which come as they lie in shared memory, K-major and swizzled, 8 KB
+// each; two stages. Threads 128 .. 255 copy by cp.async, or thread 256 in bulk; the block has 384. arguments[0]: tiles; [1]: in bulk; [2]:
+// what is wrong.
 extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int tiles = p.arguments[0], bulk = p.arguments[1], fault = p.arguments[2], lane = threadIdx.x % 32;
@@ -171,8 +172,7 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
     if (bulk) return;
     for (int tile = 0; tile < tiles; tile++) {
       mbarrier_wait(empty + tile % 2 * 8, (tile / 2 & 1) ^ 1);
-      for (int i = threadIdx.x - 128; i < 1024; i += 128)
-        cp_async_16(stages + tile % 2 * 16384 + i * 16, p.in + tile * 16384 + i * 16, 16);
+      for (int i = threadIdx.x - 128; i < 1024; i += 128) cp_async_16(stages + tile % 2 * 16384 + i * 16, p.in + tile * 16384 + i * 16, 16);
       if (fault == 4) {  // right, too: the writers fence
         cp_async_commit();
         cp_async_wait<0>();
@@ -216,7 +216,7 @@ extern "C" __global__ void wgmma_of_stores(const VerifyParams p) {
   for (int i = threadIdx.x; i < 1024; i += 128) ((int4*)s_tile)[i] = ((const int4*)p.in)[i];
   if (fault != 1 && fault != 2 && fault != 3) fence_proxy_async();
   if (fault != 4) __syncthreads();
-  if (fault == 2) fence_proxy_async();                       // right, too: the readers fence
+  if (fault == 2) fence_proxy_async();                      // right, too: the readers fence
   if (fault == 3 && threadIdx.x < 64) fence_proxy_async();  // not all of them
   float d[8][4] = {};
   wgmma_fence();
@@ -370,10 +370,13 @@ extern "C" __global__ void misuse(const VerifyParams p) {
       if (warp >= 4) set_max_registers_down<40>();
       break;
     case 23:
-      wgmma_m64k16<Bf16, 1, false>(d, good, good);
+      if (warp < 4) wgmma_m64k16<Bf16, 1, false>(d, good, good);
       break;
     case 24:
-      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + (warp == 2 ? 2 : 0));
+      if (warp < 4) {
+        wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + (warp == 2 ? 2 : 0)), wgmma_commit();
+        wgmma_wait<0>();
+      }
       break;
     case 25:
       if (warp < 4 && warp != 2) wgmma_fence();
