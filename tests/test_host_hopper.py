@@ -139,10 +139,14 @@ def check(outcomes: list[Outcome], expected: np.ndarray, right: bool) -> None:
         (0, 2, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
         (0, 3, None),
         (0, 4, None),
+        (0, 5, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
+        (0, 6, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
+        (0, 7, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
         (1, 0, None),
         (1, 1, None),  # bulk copies need no fence
         (1, 2, "race at offset .*bulk copy in flight of line .*, against wgmma at line|race .*wgmma at line"),
         (1, 3, None),
+        (1, 5, "race at offset .*bulk copy in flight of line .*, against wgmma at line|race .*wgmma at line"),
     ],
 )
 def test_wgmma_pipeline(program: Program, rng: np.random.Generator, bulk: int, fault: int, message: str | None) -> None:
@@ -256,10 +260,13 @@ def test_parities(program: Program) -> None:
 
 def test_bulk_copy_over_stores(program: Program, rng: np.random.Generator) -> None:
     x = rng.standard_normal(32).astype(np.float32)
-    for missing in (0, 1):
+    for missing in (0, 1, 2):
         (outcome,) = program.launch("bulk_over_stores", x, 128, missing, block=32, shared=256)
         if missing and program.build == "races":
-            assert re.search("bulk copy in flight .* after store .* no fence_proxy_async", outcome.error)
+            fence = "bulk copy in flight .* after store .* no fence_proxy_async"
+            assert re.search(fence if missing == 1 else "load after .* against bulk copy in flight", outcome.error)
+        elif missing == 2:
+            assert not outcome.error and np.isnan(outcome.words(np.float32)).all()
         else:
             assert not outcome.error
             np.testing.assert_array_equal(outcome.words(np.float32), x)

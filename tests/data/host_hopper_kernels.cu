@@ -178,6 +178,11 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
         cp_async_wait<0>();
         fence_proxy_async();
         mbarrier_arrive(full + tile % 2 * 8);
+      } else if (fault == 7) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        mbarrier_arrive(full + tile % 2 * 8);
+        fence_proxy_async();  // too late
       } else {
         cp_async_mbarrier_arrive(full + tile % 2 * 8);
       }
@@ -188,8 +193,9 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
   float d[8][4] = {};
   for (int tile = 0; tile < tiles; tile++) {
     const unsigned char* s_stage = s_stages + tile % 2 * 16384;
+    if (fault == 6 && lane != 0) fence_proxy_async();  // too early
     mbarrier_wait(full + tile % 2 * 8, tile / 2 & 1);
-    if (fault != 1 && fault != 4) fence_proxy_async();
+    if (fault != 1 && fault != 4 && fault != 7 && (fault != 6 || lane == 0)) fence_proxy_async();
     wgmma_fence();
     for (int step = 0; step < 4; step++) wgmma_m64k16<Bf16, 8, false>(d, tile_of(s_stage, step), tile_of(s_stage + 8192, step));
     wgmma_commit();
@@ -199,12 +205,15 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
     } else if (fault == 3) {  // right: the stage before this one is given back
       wgmma_wait<1>();
       if (lane == 0 && tile > 0) mbarrier_arrive(empty + (tile - 1) % 2 * 8);
+    } else if (fault == 5) {  // it is the stage before this one that is no longer read
+      wgmma_wait<1>();
+      if (lane == 0) mbarrier_arrive(empty + tile % 2 * 8);
     } else {
       wgmma_wait<0>();
       if (lane == 0) mbarrier_arrive(empty + tile % 2 * 8);
     }
   }
-  if (fault == 3) wgmma_wait<0>();
+  if (fault == 3 || fault == 5) wgmma_wait<0>();
   for (int i = 0; i < 32; i++) ((float*)p.out)[threadIdx.x * 32 + i] = d[i / 4][i % 4];
 }
 
@@ -271,20 +280,23 @@ extern "C" __global__ void parities(const VerifyParams p) {
   ((int*)p.out)[threadIdx.x] = seen;
 }
 
-// In bulk over what was stored before; arguments[0] leaves out the fence.
+// In bulk over what was stored before; arguments[0]: 1 leaves out the fence, 2 reads without waiting.
 extern "C" __global__ void bulk_over_stores(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   const unsigned mbarrier = shared_address(shared);
   if (threadIdx.x == 0) mbarrier_init(mbarrier, 1), mbarrier_fence_init();
   ((float*)(shared + 128))[threadIdx.x] = 1.f;
-  if (!p.arguments[0]) fence_proxy_async();
+  if (p.arguments[0] != 1) fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect(mbarrier, 128);
     bulk_copy(mbarrier + 128, p.in, 128, mbarrier);
   }
-  mbarrier_wait(mbarrier, 0);
+  __syncwarp();
+  if (p.arguments[0] != 2) mbarrier_wait(mbarrier, 0);
   ((float*)p.out)[threadIdx.x] = ((float*)(shared + 128))[threadIdx.x];
+  __syncwarp();
+  mbarrier_wait(mbarrier, 0);
 }
 
 // -- what is refused
