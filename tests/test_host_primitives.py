@@ -9,88 +9,21 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "tests" / "data"
-FLAGS = [
-    "-std=c++17",
-    "-fno-strict-aliasing",
-    "-fvisibility=hidden",
-    "-fPIC",
-    "-DKDTREE_HOST",
-    f"-I{ROOT / 'kernels'}",
-    f"-I{DATA}",
-]
-FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", f'-DKDTREE_HOST_SOURCE="{DATA / "host_kernels.cu"}"']
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-BUILDS = {
-    "plain": (["-O2"], []),
-    "sanitized": (["-O1", "-g", *SANITIZE], SANITIZE),
-    "races": (["-O2", "-fsanitize=thread"], []),  # without the library of that name
-    "ucontext": (["-O2", "-DKDTREE_HOST_UCONTEXT"], []),
-}
+from tests.support.env import REPO
+from tests.support.host_program import BUILDS, DATA, FLAGS, Program, bits, floats, judge, run, source_flag
+
+SOURCE = DATA / "host_kernels.cu"
 SEEDS = 20
-
-
-@dataclass
-class Outcome:
-    error: str  # empty if nothing was wrong
-    out: np.ndarray
-
-    def words(self, dtype: type = np.int32) -> np.ndarray:
-        return self.out.view(dtype)
-
-
-class Program:
-    """One build of the little kernels."""
-
-    def __init__(self, build: str, folder: Path):
-        self.build = build
-        self.folder = folder
-        self.path = folder / build
-        compile_flags, link_flags = BUILDS[build]
-        run(["g++", *FLAGS, *compile_flags, "-c", ROOT / "kernels/host/launch.cpp", "-o", f"{self.path}.o"])
-        run(["g++", *FLAGS, *link_flags, DATA / "host_program.cpp", f"{self.path}.o", "-o", self.path])
-
-    def start(
-        self, kernel: str, given: np.ndarray, out_bytes: int, *arguments: int, **shape: int
-    ) -> subprocess.CompletedProcess[str]:
-        shape = {"grid_x": 1, "grid_y": 1, "block": 32, "shared": 0, "seed": 0, "seeds": 1} | shape
-        np.ascontiguousarray(given).tofile(self.folder / "in")
-        words = [kernel, *shape.values(), self.folder / "in", self.folder / "out", out_bytes, *arguments]
-        return subprocess.run([self.path, *map(str, words)], capture_output=True, text=True, timeout=120)
-
-    def launch(self, kernel: str, given: np.ndarray, out_bytes: int, *arguments: int, **shape: int) -> list[Outcome]:
-        """What each seed made of it."""
-        done = self.start(kernel, given, out_bytes, *arguments, **shape)
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        out = np.fromfile(self.folder / "out", np.uint8).reshape(shape.get("seeds", 1), out_bytes)
-        return [Outcome(error, row) for error, row in zip(done.stdout.splitlines(), out, strict=True)]
-
-    def result(self, kernel: str, given: np.ndarray, out_bytes: int, *arguments: int, **shape: int) -> Outcome:
-        (outcome,) = self.launch(kernel, given, out_bytes, *arguments, **shape)
-        assert not outcome.error
-        return outcome
-
-    def error(self, kernel: str, *arguments: int, **shape: int) -> str:
-        (outcome,) = self.launch(kernel, np.zeros(4096, np.uint8), 4096, *arguments, **shape)
-        return outcome.error
-
-
-def run(command: list[str | Path]) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module", params=BUILDS)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return Program(request.param, tmp_path_factory.mktemp("host"))
+    return Program(request.param, SOURCE, tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture
@@ -130,18 +63,6 @@ def test_ldmatrix(program: Program, rng: np.random.Generator) -> None:
             straight = matrices[:, row, column] | matrices[:, row, column + 1] << 16
             transposed = matrices[:, column, row] | matrices[:, column + 1, row] << 16
             np.testing.assert_array_equal(out[lane], [*straight, *transposed, *transposed[:2]])
-
-
-def bits(x: np.ndarray, element: str) -> np.ndarray:
-    """float32 to the bits of the element type, as torch and numpy round."""
-    if element == "fp16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).view(np.uint16)
-    return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-
-def floats(x: np.ndarray, element: str) -> np.ndarray:
-    return x.view(np.float16).astype(np.float32) if element == "fp16" else (x.astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
@@ -241,17 +162,6 @@ def test_collectives(program: Program, rng: np.random.Generator, odd_one: int) -
 
 
 # -- who must wait for whom
-
-
-def judge(program: Program, outcomes: list[Outcome], expected: np.ndarray, right: bool) -> None:
-    """A right kernel is right for every seed, a wrong one wrong for most: for all, where the race detector sees all."""
-    wrong = [bool(o.error) or not np.array_equal(o.words(np.float32), expected) for o in outcomes]
-    if right:
-        assert not any(wrong), [o.error for o in outcomes]
-    elif program.build == "races":
-        assert all(o.error and "race at offset" in o.error for o in outcomes), [o.error for o in outcomes]
-    else:
-        assert sum(wrong) >= 0.6 * len(wrong), wrong
 
 
 def test_shared_memory_is_nan_when_a_block_starts(program: Program) -> None:
@@ -366,7 +276,7 @@ OUTSIDE = "outside the block's 1024 bytes of shared memory"
     ],
 )
 def test_bad_arguments(program: Program, arguments: tuple[int, ...], expected: str) -> None:
-    source = (DATA / "host_kernels.cu").read_text().splitlines()
+    source = SOURCE.read_text().splitlines()
     line = source.index(f"    case {arguments[0]}:") + 2
     for seed in (0, 9):
         error = program.error("bad_argument", *arguments, block=64, shared=1024, seed=seed)
@@ -465,7 +375,8 @@ def test_the_order_is_the_seeds(program: Program) -> None:
 
 
 def test_the_library(tmp_path: Path) -> None:
-    run(["g++", *FLAGS, "-O1", "-shared", ROOT / "kernels/host/launch.cpp", "-o", tmp_path / "host.so"])
+    flags = [*FLAGS, source_flag(SOURCE), "-O1", "-shared"]
+    run(["g++", *flags, REPO / "kernels/host/launch.cpp", "-o", tmp_path / "host.so"])
     host = ctypes.CDLL(str(tmp_path / "host.so"))
     assert host.kdtree_host_params_size() == 32
     out = np.full((32, 8), -1, np.int32)

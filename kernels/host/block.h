@@ -1,9 +1,9 @@
 // One block of a grid on the CPU: its threads are fibers, its warps move in step from one collective to the next.
 //
 // Between two collectives the lanes of a warp run one after the other, each up to the next collective; the last to arrive there performs it
-// for all 32. Then the schedule says which warp goes on. Whatever the hardware would leave undefined ends the launch with a message
-// instead: lanes of one warp at different collectives, threads that returned while others wait, barriers that can never fill, addresses
-// outside. Knows the other headers here; nothing of the kernel.
+// for all 32. Then the schedule says which warp goes on. A lane that waits for an mbarrier holds up itself alone. Whatever the hardware
+// would leave undefined ends the launch with a message instead: lanes of one warp at different collectives, threads that returned while
+// others wait, barriers that can never fill, addresses outside. Knows the other headers here; nothing of the kernel.
 #pragma once
 
 #include <cstdarg>
@@ -12,22 +12,21 @@
 
 #include "async_copy.h"
 #include "fiber.h"
+#include "mbarrier.h"
 #include "races.h"
 #include "report.h"
 #include "schedule.h"
 #include "shared_memory.h"
+#include "warpgroup.h"
+#include "wgmma.h"
 
 namespace host {
 
 constexpr int kLanes = 32;
+constexpr int kWarpgroup = 4;  // warps
 constexpr int kBarriers = 16;
+constexpr int kRegisters = 65536;  // of a multiprocessor
 constexpr std::uint32_t kAllLanes = 0xffffffff;
-
-// Which primitive, on which line of the kernel.
-struct Site {
-  const char* primitive;
-  int line;
-};
 
 class Block;
 struct Warp;
@@ -38,6 +37,7 @@ struct Thread {
   Warp* warp = nullptr;
   int index = 0, lane = 0;
   AsyncCopies copies;
+  Site site{nullptr, 0};  // of the mbarrier_wait in which it is
 };
 
 // The thread that is running. All of a launch is on one operating-system thread; several launches may run at once on several.
@@ -47,20 +47,27 @@ struct Warp {
   int index = 0;
   Thread* threads = nullptr;  // 32 of them
   LaneOrder order;
-  int stopped = 0;             // lanes that have run since the last collective, to the next one or to the end
-  std::uint32_t arrived = 0;   // lanes at the collective `site`
-  std::uint32_t returned = 0;  // lanes whose kernel function has returned
+  int position = 0;                 // in that order, of the lane that runs
+  std::uint32_t ready = kAllLanes;  // lanes that can run, or could if the warp did not wait
+  std::uint32_t arrived = 0;        // lanes at the collective `site`
+  std::uint32_t returned = 0;       // lanes whose kernel function has returned
   Site site{"the start", 0};
   void* operands[kLanes] = {};
   int result = 0;     // what a collective leaves for all lanes
   int last_line = 0;  // of the last collective that was performed
+  Wgmmas wgmmas;
+  int registers = 0;  // of each thread
+  int wanted = 0;     // that many it waits for
+  Site registers_site{nullptr, 0};
 };
 
 struct Barrier {
   Site site{nullptr, 0};  // of the first warp that came
   int expected = 0, arrived = 0;
-  std::uint32_t warps = 0;  // that wait
+  std::uint32_t warps = 0;    // that have come
+  std::uint32_t waiting = 0;  // those of them that wait
   bool any = false;
+  bool same_line = false;  // all must come in that very line
 };
 
 // The operands of the 32 lanes, as they lie in the lanes' own frames.
@@ -87,9 +94,10 @@ class Block {
         schedule_(schedule),
         stacks_(stacks),
         shared_(static_cast<std::size_t>(shape.shared_bytes), schedule.shared_base()),
-        races_(static_cast<std::size_t>(shape.shared_bytes), shape.threads / kLanes, kBarriers),
+        races_(static_cast<std::size_t>(shape.shared_bytes), shape.threads / kLanes, kBarriers, Mbarriers::kMost),
         threads_(static_cast<std::size_t>(shape.threads)),
-        warps_(static_cast<std::size_t>(shape.threads / kLanes)) {
+        warps_(static_cast<std::size_t>(shape.threads / kLanes)),
+        warpgroups_((warps_.size() + kWarpgroup - 1) / kWarpgroup) {
     for (int i = 0; i < shape.threads; ++i) {
       Thread& thread = threads_[static_cast<std::size_t>(i)];
       thread.block = this;
@@ -106,7 +114,9 @@ class Block {
     shared_.poison();
     races_.begin_block();
     schedule_.begin_block();
+    mbarriers_.clear();
     for (Barrier& barrier : barriers_) barrier = Barrier();
+    for (Warpgroup& warpgroup : warpgroups_) warpgroup.clear();
     for (Thread& thread : threads_) {
       thread.copies.forget();
       thread.fiber.start(stacks_.get(static_cast<std::size_t>(thread.index)), &thread_main);
@@ -115,6 +125,7 @@ class Block {
       warps_[i] = Warp();
       warps_[i].index = static_cast<int>(i);
       warps_[i].threads = &threads_[i * kLanes];
+      warps_[i].registers = registers_at_start();
     }
     runnable_ = all_warps();
     running_ = 0;
@@ -122,6 +133,8 @@ class Block {
     main_.switch_to(current->fiber);  // comes back when all threads have returned, or at the first error
     current = nullptr;
     check_guards();
+    check_mbarriers();
+    check_warpgroups();
     return report_;
   }
 
@@ -136,46 +149,93 @@ class Block {
     warp.site = site;
     warp.arrived |= 1u << self.lane;
     warp.operands[self.lane] = &operand;
-    if (++warp.stopped < kLanes) return hand_over(self, next_lane(warp));
+    warp.ready &= ~(1u << self.lane);
+    if ((warp.arrived | warp.returned) != kAllLanes) return hand_over(self, next_of(warp));
     if (warp.returned != 0) fail_returned(warp);
     act(Operands<Operand>(warp.operands));
     warp.last_line = site.line;
+    warp.arrived = 0;
+    warp.ready = kAllLanes;
     hand_over(self, next_thread());
   }
 
-  // What the last lane of a warp does at a barrier of the block: the warp waits, unless it is the one that completes it.
-  void arrive_at_barrier(Site site, Warp& warp, int id, int expected, bool value, bool same_line) {
+  // The running thread waits, alone, until somebody wakes it.
+  void sleep(Site site) {
+    Thread& self = *current;
+    self.site = site;
+    self.warp->ready &= ~(1u << self.lane);
+    hand_over(self, next_of(*self.warp));
+  }
+  void wake(Thread& thread) {
+    thread.warp->ready |= 1u << thread.lane;
+    runnable_ |= 1u << thread.warp->index;
+  }
+
+  // What the last lane of a warp does at a barrier of the block: the warp waits, if it means to, unless it is the one that completes it.
+  void arrive_at_barrier(Site site, Warp& warp, int id, int expected, bool value, bool same_line, bool waits = true) {
     if (id < 0 || id >= kBarriers) fail(site, "there is no barrier %d", id);
     if (expected <= 0 || expected % kLanes != 0) fail(site, "barrier %d for %d threads: not a multiple of a warp", id, expected);
     if (expected > shape_.threads) fail(site, "barrier %d for %d threads: the block has %d", id, expected, shape_.threads);
     Barrier& barrier = barriers_[id];
     const bool first = barrier.arrived == 0;
     if (first) {
-      barrier = Barrier{site, expected, 0, 0, false};
-    } else if (barrier.site.primitive != site.primitive || (same_line && barrier.site.line != site.line)) {
+      barrier = Barrier{site, expected, 0, 0, 0, false, same_line};
+    } else if (barrier.same_line != same_line || (same_line && !(barrier.site == site))) {
       fail(site, "other warps (%08x) meet barrier %d in %s, line %d", barrier.warps, id, barrier.site.primitive, barrier.site.line);
     } else if (barrier.expected != expected) {
       fail(site, "barrier %d for %d threads, but for %d at line %d", id, expected, barrier.expected, barrier.site.line);
     }
+    const std::uint32_t bit = 1u << warp.index;
+    if (barrier.warps & bit) fail(site, "the warp has come to barrier %d before, and it was not full since", id);
     races_.arrive(id, warp.index);
-    barrier.warps |= 1u << warp.index;
+    barrier.warps |= bit;
+    if (waits) barrier.waiting |= bit;
     barrier.arrived += kLanes;
     barrier.any = barrier.any || value;
-    runnable_ &= ~(1u << warp.index);
+    runnable_ &= ~barrier.waiting;
     if (barrier.arrived < barrier.expected) return;
-    runnable_ |= barrier.warps;
-    races_.release(id, barrier.warps);
+    runnable_ |= barrier.waiting;
+    races_.release(id, barrier.waiting);
     for (Warp& waiting : warps_) {
-      if (barrier.warps >> waiting.index & 1) waiting.result = barrier.any;
+      if (barrier.waiting >> waiting.index & 1) waiting.result = barrier.any;
     }
     barrier = Barrier();
   }
 
+  // The warpgroup of a warp, after it was found to be whole.
+  Warpgroup& checked_warpgroup(Site site, const Warp& warp) {
+    const int first = warp.index / kWarpgroup * kWarpgroup;
+    if (first + kWarpgroup > static_cast<int>(warps_.size()))
+      fail(site, "warp %d is in no whole warpgroup of %d warps", warp.index, kWarpgroup);
+    return warpgroups_[static_cast<std::size_t>(first / kWarpgroup)];
+  }
+
+  // The warp gives registers back, or takes some as soon as there are enough.
+  void set_registers(Site site, Warp& warp, int registers, bool up) {
+    if (up ? registers < warp.registers : registers > warp.registers)
+      fail(site, "the warp has %d registers a thread, cannot go %s to %d", warp.registers, up ? "up" : "down", registers);
+    warp.wanted = registers;
+    warp.registers_site = site;
+    if (!up) warp.registers = registers;
+    int free = registers_at_start() * static_cast<int>(warps_.size());
+    for (const Warp& other : warps_) free -= other.registers;
+    runnable_ &= ~(1u << warp.index);
+    for (Warp& other : warps_) {
+      const int more = other.wanted - other.registers;
+      if (other.wanted == 0 || more > free) continue;
+      free -= more;
+      other.registers = other.wanted;
+      other.wanted = 0;
+      runnable_ |= 1u << other.index;
+    }
+  }
+
   // The offset of `size` bytes of shared memory that a primitive was given, after it was found to be inside and aligned to its size.
-  long long checked_offset(Site site, unsigned address, int size) {
+  long long checked_offset(Site site, unsigned address, int size) { return checked_offset(site, address, size, size); }
+  long long checked_offset(Site site, unsigned address, int size, int alignment) {
     const long long offset = shared_.offset_of(address);
     if (!shared_.contains(offset, size)) fail_outside(site, offset, size);
-    if (offset % size != 0) fail(site, "offset %lld is not a multiple of %d bytes", offset, size);
+    if (offset % alignment != 0) fail(site, "offset %lld is not a multiple of %d bytes", offset, alignment);
     return offset;
   }
 
@@ -187,6 +247,21 @@ class Block {
   }
   void note_write(AccessKind kind, int line, long long offset, int size) {
     if (const Access* earlier = races_.write(access(kind, line), offset, size)) fail_race(kind, line, offset, *earlier);
+  }
+
+  // The same for what goes through the async proxy: the wgmmas of the running warp, and copies that the running thread starts.
+  void note_wgmma_read(int line, long long offset, int size, bool check_fence) {
+    const int warp = current->warp->index;
+    if (const Access* earlier = races_.read_for_wgmma(access(AccessKind::kWgmma, line), warp, offset, size))
+      fail_race(AccessKind::kWgmma, line, offset, *earlier);
+    if (!check_fence) return;
+    if (const Access* earlier = races_.unfenced_for_warp(warp, offset, size)) fail_unfenced(AccessKind::kWgmma, line, offset, *earlier);
+  }
+  void note_bulk_write(int line, long long offset, int size) {
+    const Access* const unfenced = races_.unfenced_for_thread(current->index, offset, size);
+    const Access before = unfenced == nullptr ? Access() : *unfenced;
+    note_write(AccessKind::kBulkInFlight, line, offset, size);
+    if (unfenced != nullptr) fail_unfenced(AccessKind::kBulkInFlight, line, offset, before);
   }
 
   // Ends the launch: the threads of this block are left where they are, as nothing of theirs needs to be destroyed.
@@ -207,6 +282,7 @@ class Block {
   int x() const { return x_; }
   int y() const { return y_; }
   SharedMemory& shared() { return shared_; }
+  Mbarriers& mbarriers() { return mbarriers_; }
   Races& races() { return races_; }
 
  private:
@@ -220,17 +296,14 @@ class Block {
   [[noreturn]] void thread_returned(Thread& self) {
     Warp& warp = *self.warp;
     warp.returned |= 1u << self.lane;
-    Thread* next;
-    if (++warp.stopped < kLanes) {
-      next = &next_lane(warp);
-    } else {
+    warp.ready &= ~(1u << self.lane);
+    if ((warp.arrived | warp.returned) == kAllLanes) {
       if (warp.arrived != 0) fail_returned(warp);
-      runnable_ &= ~(1u << warp.index);
+      if (warp.wgmmas.pending()) fail({"wgmma", warp.wgmmas.oldest_line()}, "the warp has returned without a wgmma_wait that covers it");
       if (returned_warps() == all_warps()) self.fiber.leave_for(main_);
-      next = &next_thread();
     }
-    current = next;
-    self.fiber.leave_for(next->fiber);
+    current = &next_of(warp);
+    self.fiber.leave_for(current->fiber);
   }
 
   [[noreturn]] void abandon() { current->fiber.leave_for(main_); }
@@ -241,7 +314,18 @@ class Block {
     self.fiber.switch_to(next.fiber);
   }
 
-  static Thread& next_lane(Warp& warp) { return warp.threads[warp.order[warp.stopped]]; }
+  // At least one lane is ready. The order goes round, for those behind `position` that were woken.
+  static Thread& next_lane(Warp& warp) {
+    while (!(warp.ready >> warp.order[warp.position] & 1)) ++warp.position;
+    return warp.threads[warp.order[warp.position]];
+  }
+
+  // Another lane of this warp, or, if none can run, the next warp.
+  Thread& next_of(Warp& warp) {
+    if (warp.ready != 0) return next_lane(warp);
+    runnable_ &= ~(1u << warp.index);
+    return next_thread();
+  }
 
   // The first lane to run of the warp to run next.
   Thread& next_thread() {
@@ -249,8 +333,7 @@ class Block {
     running_ = schedule_.pick_warp(runnable_, running_);
     Warp& warp = warps_[static_cast<std::size_t>(running_)];
     warp.order = schedule_.lane_order();
-    warp.stopped = 0;
-    warp.arrived = 0;
+    warp.position = 0;
     return next_lane(warp);
   }
 
@@ -276,6 +359,30 @@ class Block {
                 shape_.shared_bytes);
   }
 
+  int registers_at_start() const {
+    const int registers = kRegisters / shape_.threads / 8 * 8;
+    return registers < 256 ? registers : 256;
+  }
+
+  void check_mbarriers() {
+    for (const Mbarrier& mbarrier : mbarriers_) {
+      if (mbarrier.bulk_copies.empty() || !report_.empty()) continue;
+      report_.add("block (%d,%d): bulk_copy at line %d: the block ended before anybody waited for it; ", x_, y_,
+                  mbarrier.bulk_copies.front().line);
+      mbarrier.describe(report_);
+    }
+  }
+
+  void check_warpgroups() {
+    for (std::size_t i = 0; i < warpgroups_.size() && report_.empty(); ++i) {
+      int missing = 0;
+      const Step* const step = warpgroups_[i].incomplete(missing);
+      if (step == nullptr) continue;
+      report_.add("block (%d,%d): %s at line %d: warp %d of the warpgroup never came there", x_, y_, step->site.primitive, step->site.line,
+                  static_cast<int>(i) * kWarpgroup + missing);
+    }
+  }
+
   [[noreturn]] void fail_returned(const Warp& warp) {
     fail(warp.site, "lanes %08x of warp %d wait here, but lanes %08x have returned", warp.arrived, warp.index, warp.returned);
   }
@@ -288,6 +395,17 @@ class Block {
       report_.add("; barrier %d: %d of %d threads (warps %08x) wait at %s, line %d", id, barrier.arrived, barrier.expected, barrier.warps,
                   barrier.site.primitive, barrier.site.line);
     }
+    for (const Mbarrier& mbarrier : mbarriers_) {
+      if (mbarrier.waiting.empty()) continue;
+      const Thread& first = *mbarrier.waiting.front();
+      report_.add("; ");
+      mbarrier.describe(report_);
+      report_.add("; %d threads wait, thread %d at line %d", static_cast<int>(mbarrier.waiting.size()), first.index, first.site.line);
+    }
+    for (const Warp& warp : warps_) {
+      if (warp.wanted != 0)
+        report_.add("; warp %d waits at %s, line %d", warp.index, warp.registers_site.primitive, warp.registers_site.line);
+    }
     report_.add("; warps that have returned: %08x", returned_warps());
     abandon();
   }
@@ -295,13 +413,30 @@ class Block {
   [[noreturn]] void fail_race(AccessKind kind, int line, long long offset, const Access& earlier) {
     report_.add("block (%d,%d): race at offset %lld of shared memory: %s %d in thread %d, against %s %d in ", x_, y_, offset,
                 kAccessNames[static_cast<int>(kind)], line, current->index, kAccessNames[static_cast<int>(earlier.kind)], earlier.line);
-    if (earlier.thread == Races::kSeveralThreads) {
-      report_.add("several lanes of a warp");
-    } else {
-      report_.add("thread %d", earlier.thread);
-    }
+    add_thread(earlier.thread);
     report_.add(", and no barrier or wait between them");
     abandon();
+  }
+
+  [[noreturn]] void fail_unfenced(AccessKind kind, int line, long long offset, const Access& earlier) {
+    report_.add("block (%d,%d): offset %lld of shared memory: %s %d in thread %d, after %s %d in ", x_, y_, offset,
+                kAccessNames[static_cast<int>(kind)], line, current->index, kAccessNames[static_cast<int>(earlier.kind)], earlier.line);
+    add_thread(earlier.thread);
+    report_.add(", and no fence_proxy_async between them");
+    abandon();
+  }
+
+  void add_thread(int thread) {
+    int number = 0;
+    if (thread == Races::kSeveralThreads) {
+      report_.add("several lanes of a warp");
+    } else if (races_.is_of_mbarrier(thread, number)) {
+      report_.add("some thread, for the mbarrier at offset %lld", mbarriers_[number].offset);
+    } else if (races_.is_of_warp(thread, number)) {
+      report_.add("warp %d", number);
+    } else {
+      report_.add("thread %d", thread);
+    }
   }
 
   const BlockShape shape_;
@@ -311,6 +446,8 @@ class Block {
   Races races_;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
+  std::vector<Warpgroup> warpgroups_;
+  Mbarriers mbarriers_;
   Barrier barriers_[kBarriers];
   Fiber main_;
   int x_ = 0, y_ = 0;

@@ -336,3 +336,5 @@ KDTREE_HOST_MIN_MAX_INTEGERS(long long)
 #undef KDTREE_HOST_MIN_MAX
 inline float min(float a, float b) { return std::fmin(a, b); }
 inline float max(float a, float b) { return std::fmax(a, b); }
+
+#include "hopper.h"

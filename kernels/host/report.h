@@ -7,6 +7,14 @@
 
 namespace host {
 
+// Which primitive, on which line of the kernel.
+struct Site {
+  const char* primitive;
+  int line;
+
+  bool operator==(const Site& other) const { return primitive == other.primitive && line == other.line; }
+};
+
 class Report {
  public:
   __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {

@@ -71,7 +71,7 @@ class Schedule {
   LaneOrder lane_order() { return plain_ ? LaneOrder() : LaneOrder(random_.next()); }
 
   // Where shared memory starts in its 32-bit address space: a multiple of 128 and of nothing more, since that is all the kernel may rely
-  // on.
+  // on; and so low that the 18 bits of a matrix descriptor hold any address of a block's 227 KiB.
   unsigned shared_base() { return plain_ ? 1024 : 128u * static_cast<unsigned>(1 + 2 * random_.below(64)); }
 
  private:

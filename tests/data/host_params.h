@@ -1,4 +1,4 @@
-// What the kernels of host_kernels.cu are given, by host_program.cpp.
+// What the kernels of host_kernels.cu and host_hopper_kernels.cu are given, by host_program.cpp.
 #pragma once
 
 struct VerifyParams {

@@ -1,4 +1,4 @@
-// Runs a kernel of host_kernels.cu from the command line, so that a sanitizer's build needs no Python around it:
+// Runs a kernel of host_kernels.cu or host_hopper_kernels.cu from the command line, so that a sanitizer's build needs no Python around it:
 //
 //     program KERNEL GRID_X GRID_Y BLOCK SHARED_BYTES FIRST_SEED SEEDS INPUT OUTPUT OUTPUT_BYTES ARGUMENT...
 //

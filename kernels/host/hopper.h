@@ -1,0 +1,278 @@
+// The primitives of Hopper (sm_90a): mbarriers, bulk copies, wgmma and what goes with them; with the same strictness as device.h, which
+// includes this at its end. Copies land when somebody waits for the phase that counts them, wgmmas are performed when somebody waits for
+// their group, both as late as the hardware may; what they will change is NaN until then.
+#pragma once
+
+#include <cstdint>
+
+#include "block.h"
+
+// -- mbarriers and the copies that they count
+
+namespace host {
+
+// The mbarrier at an address, after it was found to be one. A use of it counts as a read: it must come after the initialisation.
+inline Mbarrier& checked_mbarrier(Site site, unsigned address) {
+  Block& block = *current->block;
+  const long long offset = block.checked_offset(site, address, Mbarrier::kBytes);
+  Mbarrier* const mbarrier = block.mbarriers().find(offset);
+  if (mbarrier == nullptr) block.fail(site, "no mbarrier was initialised at offset %lld", offset);
+  unsigned char bytes[Mbarrier::kBytes];
+  copy_bytes(bytes, block.at(offset), sizeof bytes);
+  for (const unsigned char byte : bytes) {
+    if (byte != Mbarrier::kOpaque) block.fail(site, "something was written over the mbarrier at offset %lld", offset);
+  }
+  block.note_read(AccessKind::kMbarrier, site.line, offset, Mbarrier::kBytes);
+  return *mbarrier;
+}
+
+inline void land(const Mbarrier& mbarrier, AccessKind kind, const BulkCopy& copy) {
+  Block& block = *current->block;
+  block.races().land(mbarrier.index, kind, copy.line, copy.offset, copy.bytes, copy.thread);
+  if (copy.source == nullptr) {
+    fill_bytes(block.at(copy.offset), 0, static_cast<std::size_t>(copy.bytes));
+  } else {
+    copy_bytes(block.at(copy.offset), copy.source, static_cast<std::size_t>(copy.bytes));
+  }
+}
+
+// Goes on to the next phase if nothing is missing in this one, and if it must: copies take their time as long as nobody waits for them.
+inline void advance(Site site, Mbarrier& mbarrier) {
+  Block& block = *current->block;
+  if (mbarrier.all_arrivals() == mbarrier.expected && mbarrier.bytes > mbarrier.expected_bytes) {
+    block.fail(site, "with all %d arrivals, the mbarrier at offset %lld expects %lld bytes, but copies of %lld were started",
+               mbarrier.expected, mbarrier.offset, mbarrier.expected_bytes, mbarrier.bytes);
+  }
+  if (!mbarrier.can_complete() || (mbarrier.has_copies() && mbarrier.waiting.empty())) return;
+  for (const CopyArrival& arrival : mbarrier.copy_arrivals) {
+    const int thread = arrival.thread->index;
+    arrival.thread->copies.land_until(arrival.copies, [&](const AsyncCopy& copy) {
+      land(mbarrier, AccessKind::kCopyLanded, {copy.offset, copy.zeros ? nullptr : copy.source, 16, copy.line, thread});
+    });
+    block.races().copies_arrive(mbarrier.index, thread);
+  }
+  for (const BulkCopy& copy : mbarrier.bulk_copies) land(mbarrier, AccessKind::kBulkLanded, copy);
+  block.races().complete(mbarrier.index);
+  for (Thread* thread : mbarrier.waiting) block.wake(*thread);
+  mbarrier.begin_next_phase();
+}
+
+inline void check_room_for_arrival(Site site, const Mbarrier& mbarrier) {
+  if (mbarrier.all_arrivals() < mbarrier.expected) return;
+  current->block->fail(site, "the mbarrier at offset %lld has had all %d arrivals of phase %u, whose copies nobody has waited for",
+                       mbarrier.offset, mbarrier.expected, mbarrier.phase);
+}
+
+inline void arrive(Site site, unsigned address, int bytes) {
+  Mbarrier& mbarrier = checked_mbarrier(site, address);
+  check_room_for_arrival(site, mbarrier);
+  mbarrier.expected_bytes += bytes;
+  if (bytes < 0 || mbarrier.expected_bytes > Mbarrier::kMostBytes)
+    current->block->fail(site, "%d bytes: an mbarrier counts 0 to %lld", bytes, Mbarrier::kMostBytes);
+  current->block->races().arrive_alone(mbarrier.index, current->index);
+  ++mbarrier.arrived;
+  advance(site, mbarrier);
+}
+
+}  // namespace host
+
+inline void mbarrier_init(unsigned mbarrier, int arrivals, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"mbarrier_init", line};
+  const long long offset = block.checked_offset(site, mbarrier, host::Mbarrier::kBytes);
+  if (arrivals < 1 || arrivals > host::Mbarrier::kMostArrivals)
+    block.fail(site, "%d arrivals: must be 1 to %d", arrivals, host::Mbarrier::kMostArrivals);
+  if (const host::Mbarrier* other = block.mbarriers().find(offset))
+    block.fail(site, "offset %lld is an mbarrier already, initialised at line %d", offset, other->line);
+  if (block.mbarriers().full()) block.fail(site, "more than %d mbarriers", host::Mbarriers::kMost);
+  host::Mbarrier& added = block.mbarriers().add(offset);
+  added.line = line;
+  added.thread = host::current->index;
+  added.expected = arrivals;
+  host::fill_bytes(block.at(offset), host::Mbarrier::kOpaque, host::Mbarrier::kBytes);
+  block.note_write(host::AccessKind::kMbarrierInit, line, offset, host::Mbarrier::kBytes);
+}
+
+// Without it, the copies of others need not know that the mbarriers were initialised.
+inline void mbarrier_fence_init() {
+  for (host::Mbarrier& mbarrier : host::current->block->mbarriers()) {
+    if (mbarrier.thread == host::current->index) mbarrier.fenced = true;
+  }
+}
+
+inline void mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) { host::arrive({"mbarrier_arrive", line}, mbarrier, 0); }
+
+inline void mbarrier_arrive_expect(unsigned mbarrier, int bytes, KDTREE_HOST_LINE) {
+  host::arrive({"mbarrier_arrive_expect", line}, mbarrier, bytes);
+}
+
+// Waits until the phase of that parity is complete: the one before the present phase is, the present one is not.
+inline void mbarrier_wait(unsigned mbarrier, int parity, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"mbarrier_wait", line};
+  if (parity != 0 && parity != 1) block.fail(site, "parity %d: must be 0 or 1", parity);
+  host::Mbarrier& waited = host::checked_mbarrier(site, mbarrier);
+  const std::uint32_t phase = waited.phase;
+  if (static_cast<int>(phase & 1) == parity) {
+    waited.waiting.push_back(host::current);
+    host::advance(site, waited);
+    if (waited.phase == phase) block.sleep(site);
+    // It tries again and again, and may have been elsewhere in the meantime.
+    if (waited.phase != phase + 1) block.fail(site, "phase %u was complete, and so was the next one before this thread had seen it", phase);
+  }
+  block.races().wait(waited.index, host::current->index);
+}
+
+// The mbarrier counts an arrival when all cp.asyncs that this thread has started so far have landed.
+inline void cp_async_mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) {
+  const host::Site site{"cp_async_mbarrier_arrive", line};
+  host::Mbarrier& arrived = host::checked_mbarrier(site, mbarrier);
+  host::check_room_for_arrival(site, arrived);
+  arrived.copy_arrivals.push_back({host::current, host::current->copies.started()});
+  host::advance(site, arrived);
+}
+
+inline void bulk_copy(unsigned target, const void* source, int bytes, unsigned mbarrier, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"bulk_copy", line};
+  if (bytes <= 0 || bytes % 16 != 0) block.fail(site, "%d bytes: must be a multiple of 16", bytes);
+  const long long offset = block.checked_offset(site, target, bytes, 16);
+  if (reinterpret_cast<std::uintptr_t>(source) % 16 != 0) block.fail(site, "source %p is not a multiple of 16", source);
+  host::Mbarrier& counting = host::checked_mbarrier(site, mbarrier);
+  if (!counting.fenced)
+    block.fail(site, "the mbarrier at offset %lld was initialised at line %d without mbarrier_fence_init", counting.offset, counting.line);
+  block.note_bulk_write(line, offset, bytes);
+  host::fill_bytes(block.at(offset), host::kPoison, static_cast<std::size_t>(bytes));
+  counting.bulk_copies.push_back({offset, source, bytes, line, host::current->index});
+  counting.bytes += bytes;
+  host::advance(site, counting);
+}
+
+// Between writes of threads, or of their cp.asyncs, and their use by wgmma or bulk_copy.
+inline void fence_proxy_async() { host::current->block->races().fence(host::current->index); }
+
+// -- barriers that a warp need not wait at
+
+inline void barrier_arrive(int id, int threads, KDTREE_HOST_LINE) {
+  struct Operand {
+    int id, threads;
+  } operand{id, threads};
+  host::Block& block = *host::current->block;
+  const host::Site site{"barrier_arrive", line};
+  block.meet(site, operand, [&](const host::Operands<Operand>& lanes) {
+    for (int lane = 0; lane < host::kLanes; ++lane) {
+      if (lanes[lane].id != id || lanes[lane].threads != threads) block.fail(site, "the lanes of a warp name different barriers or counts");
+    }
+    block.arrive_at_barrier(site, *host::current->warp, id, threads, false, false, false);
+  });
+}
+
+// -- what a warpgroup does
+
+namespace host {
+
+inline void take_step(const Step& step) {
+  Block& block = *current->block;
+  const Warp& warp = *current->warp;
+  const Step* const other = block.checked_warpgroup(step.site, warp).take(warp.index % kWarpgroup, step);
+  if (other == nullptr) return;
+  block.fail(step.site, "with operands %llx and %llx; another warp of the warpgroup has in its place %s at line %d, with %llx and %llx",
+             step.a, step.b, other->site.primitive, other->site.line, other->a, other->b);
+}
+
+// act() when all lanes of the warp are here.
+template <class Act>
+void step_together(Site site, Act act) {
+  int nothing = 0;
+  current->block->meet(site, nothing, [&](const Operands<int>&) {
+    take_step({site});
+    act(*current->warp);
+  });
+}
+
+template <int REGISTERS>
+void set_max_registers(Site site, bool up) {
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "setmaxnreg takes multiples of 8 from 24 to 256");
+  step_together(site, [&](Warp& warp) { current->block->set_registers(site, warp, REGISTERS, up); });
+}
+
+}  // namespace host
+
+// A kernel is taken to start with as many registers a thread as there are for all its threads, in multiples of 8.
+template <int REGISTERS>
+void set_max_registers_up(KDTREE_HOST_LINE) {
+  host::set_max_registers<REGISTERS>({"set_max_registers_up", line}, true);
+}
+template <int REGISTERS>
+void set_max_registers_down(KDTREE_HOST_LINE) {
+  host::set_max_registers<REGISTERS>({"set_max_registers_down", line}, false);
+}
+
+// -- wgmma
+
+inline void wgmma_fence(KDTREE_HOST_LINE) {
+  host::step_together({"wgmma_fence", line}, [](host::Warp& warp) { warp.wgmmas.fence(); });
+}
+inline void wgmma_commit(KDTREE_HOST_LINE) {
+  host::step_together({"wgmma_commit", line}, [](host::Warp& warp) { warp.wgmmas.commit(); });
+}
+
+// Waits until no more than the newest PENDING groups of this warpgroup are on their way.
+template <int PENDING>
+void wgmma_wait(KDTREE_HOST_LINE) {
+  const host::Site site{"wgmma_wait", line};
+  host::step_together(site, [site](host::Warp& warp) {
+    host::Block& block = *host::current->block;
+    block.races().settle(warp.index);
+    const bool untouched = warp.wgmmas.wait(PENDING, [&block](const host::Wgmma& wgmma, float* values) {
+      for (const int offset : wgmma.offsets) block.note_wgmma_read(wgmma.line, offset, 16, false);
+      wgmma.perform(wgmma, block.shared().data(), values);
+    });
+    block.races().complete_wgmma(warp.index);
+    if (!untouched) block.fail(site, "accumulators were written to between wgmma and this wait");
+  });
+}
+
+// d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major
+// both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
+//   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2
+template <class Element, int ROW_TILES, bool TRANSPOSED>
+void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b, KDTREE_HOST_LINE) {
+  static_assert(ROW_TILES >= 1 && ROW_TILES <= 32, "n is a multiple of 8, at most 256");
+  constexpr int kColumns = 8 * ROW_TILES;
+  struct Operand {
+    float* d;
+    unsigned long long a, b;
+  } operand{&d[0][0], a, b};
+  const host::Site site{"wgmma_m64k16", line};
+  host::current->block->meet(site, operand, [site](const host::Operands<Operand>& lanes) {
+    host::Block& block = *host::current->block;
+    host::Warp& warp = *host::current->warp;
+    const host::MatrixDescriptor a(lanes[0].a), b(lanes[0].b);
+    float* d[host::kLanes];
+    for (int lane = 0; lane < host::kLanes; ++lane) {
+      if (lanes[lane].a != lanes[0].a || lanes[lane].b != lanes[0].b) block.fail(site, "the lanes of a warp have different descriptors");
+      d[lane] = lanes[lane].d;
+    }
+    host::take_step({site, lanes[0].a, lanes[0].b});
+    if (const char* fault = a.fault(TRANSPOSED, 64)) block.fail(site, "descriptor %llx of a: %s", lanes[0].a, fault);
+    if (const char* fault = b.fault(TRANSPOSED, kColumns)) block.fail(site, "descriptor %llx of b: %s", lanes[0].b, fault);
+    if (block.shared().address_of(block.shape().shared_bytes) > host::MatrixDescriptor::kAddresses)
+      block.fail(site, "shared memory goes beyond the %u bytes that a descriptor can name", host::MatrixDescriptor::kAddresses);
+    const char* fault = nullptr;
+    host::Wgmma& wgmma = warp.wgmmas.start(d, kColumns, fault);
+    if (fault != nullptr) block.fail(site, "%s", fault);
+    wgmma.line = site.line;
+    wgmma.perform = &host::perform_wgmma<Element, kColumns, TRANSPOSED>;
+    const auto use = [&](unsigned address) {
+      const long long offset = block.checked_offset(site, address, 16);
+      block.note_wgmma_read(site.line, offset, 16, true);
+      wgmma.offsets.push_back(static_cast<int>(offset));
+    };
+    block.races().settle(warp.index);
+    wgmma.offsets.reserve(host::kPartsOfA + 2 * kColumns);
+    const int first_row = warp.index % host::kWarpgroup * 16;
+    for (int i = 0; i < host::kPartsOfA; ++i) use(host::part_of_a(a, TRANSPOSED, first_row, i));
+    for (int i = 0; i < 2 * kColumns; ++i) use(host::part_of_b(b, TRANSPOSED, kColumns, i));
+  });
+}

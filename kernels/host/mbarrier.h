@@ -1,0 +1,105 @@
+// mbarriers: which phase each is in, and what is still missing in it. Copies that it counts land when somebody waits for the phase and
+// nothing else is missing, which is as late as the hardware may; without copies a phase is complete with its last arrival.
+// Knows nothing of how threads run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "report.h"
+
+namespace host {
+
+struct Thread;
+
+struct BulkCopy {
+  long long offset;  // of the destination in shared memory
+  const void* source;
+  int bytes;
+  int line;  // of the kernel's source
+  int thread;
+};
+
+// The arrival of a thread's cp.asyncs: of the first `copies` that it has started.
+struct CopyArrival {
+  Thread* thread;
+  std::size_t copies;
+};
+
+struct Mbarrier {
+  static constexpr int kMostArrivals = (1 << 20) - 1;
+  static constexpr long long kMostBytes = (1 << 20) - 1;
+  static constexpr int kBytes = 8;
+  static constexpr unsigned char kOpaque = 0xb7;  // what shared memory has in its place
+
+  int index = 0;
+  long long offset = 0;  // in shared memory
+  int line = 0;          // of its initialisation
+  int thread = 0;        // which initialised it
+  bool fenced = false;   // so that the async proxy knows of it
+
+  int expected = 0;         // arrivals in each phase
+  std::uint32_t phase = 0;  // how many are complete
+  int arrived = 0;
+  long long expected_bytes = 0, bytes = 0;  // bytes: of `bulk_copies`
+  std::vector<CopyArrival> copy_arrivals;
+  std::vector<BulkCopy> bulk_copies;
+  std::vector<Thread*> waiting;  // for the end of this phase
+
+  int all_arrivals() const { return arrived + static_cast<int>(copy_arrivals.size()); }
+  bool can_complete() const { return all_arrivals() == expected && bytes == expected_bytes; }
+  bool has_copies() const { return !copy_arrivals.empty() || !bulk_copies.empty(); }
+
+  // After the copies have landed and the waiting threads were told.
+  void begin_next_phase() {
+    ++phase;
+    arrived = 0;
+    expected_bytes = bytes = 0;
+    copy_arrivals.clear();
+    bulk_copies.clear();
+    waiting.clear();
+  }
+
+  void describe(Report& report) const {
+    report.add("mbarrier at offset %lld (line %d), phase %u: %d of %d arrivals", offset, line, phase, all_arrivals(), expected);
+    if (!copy_arrivals.empty()) report.add(" (%d by cp.async)", static_cast<int>(copy_arrivals.size()));
+    report.add(", copies of %lld of %lld bytes", bytes, expected_bytes);
+  }
+};
+
+// All of a block.
+class Mbarriers {
+ public:
+  static constexpr int kMost = 64;
+
+  Mbarriers() { mbarriers_.reserve(kMost); }
+
+  void clear() { mbarriers_.clear(); }
+  bool full() const { return mbarriers_.size() == kMost; }
+
+  Mbarrier* find(long long offset) {
+    for (Mbarrier& mbarrier : mbarriers_) {
+      if (mbarrier.offset == offset) return &mbarrier;
+    }
+    return nullptr;
+  }
+
+  // It stays where it is until clear().
+  Mbarrier& add(long long offset) {
+    Mbarrier& mbarrier = mbarriers_.emplace_back();
+    mbarrier.index = static_cast<int>(mbarriers_.size()) - 1;
+    mbarrier.offset = offset;
+    return mbarrier;
+  }
+
+  Mbarrier& operator[](int index) { return mbarriers_[static_cast<std::size_t>(index)]; }
+  auto begin() { return mbarriers_.begin(); }
+  auto end() { return mbarriers_.end(); }
+
+ private:
+  std::vector<Mbarrier> mbarriers_;
+};
+
+}  // namespace host

@@ -1,0 +1,476 @@
+// Little kernels that use the primitives of Hopper, rightly or, if an argument says so, wrongly. For tests/test_host_hopper.py.
+
+struct Bf16 {
+  static constexpr bool is_bf16 = true;
+};
+struct Fp16 {
+  static constexpr bool is_bf16 = false;
+};
+
+#include "host/device.h"
+#include "host_params.h"
+
+// The first multiple of 1024 in shared memory.
+__device__ __forceinline__ unsigned char* aligned(unsigned char* shared) { return shared + (0u - shared_address(shared)) % 1024; }
+
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, int swizzle) {
+  return (unsigned long long)(address >> 4) | (unsigned long long)(leading >> 4) << 16 | (unsigned long long)(stride >> 4) << 32 |
+         (unsigned long long)swizzle << 62;
+}
+
+// A tile of `rows` x 64 elements, K-major with the 128-byte swizzle; step: which 16 of the 64.
+__device__ __forceinline__ unsigned long long tile_of(const unsigned char* tile, int step = 0) {
+  return descriptor(shared_address(tile) + step * 32, 0, 1024, 1);
+}
+
+// -- what they compute
+
+// In: the words bytes, start, leading and stride of a, of b, swizzle; then d, 128 x COLUMNS / 2 floats; then shared memory. Out: d.
+template <class Element, int TILES, bool TRANSPOSED>
+__device__ __forceinline__ void multiply(const VerifyParams& p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int* words = (const int*)p.in;
+  const float* in = (const float*)(words + 8) + threadIdx.x * TILES * 4;
+  const unsigned char* bytes = p.in + 32 + 128 * TILES * 16;
+  unsigned char* s_operands = aligned(shared);
+  for (int i = threadIdx.x; i < words[0]; i += blockDim.x) s_operands[i] = bytes[i];
+  fence_proxy_async();
+  __syncthreads();
+  float d[TILES][4];
+  for (int i = 0; i < TILES * 4; i++) d[i / 4][i % 4] = in[i];
+  const unsigned base = shared_address(s_operands);
+  wgmma_fence();
+  wgmma_m64k16<Element, TILES, TRANSPOSED>(d, descriptor(base + words[1], words[2], words[3], words[7]),
+                                           descriptor(base + words[4], words[5], words[6], words[7]));
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < TILES * 4; i++) ((float*)p.out)[threadIdx.x * TILES * 4 + i] = d[i / 4][i % 4];
+}
+
+#define MULTIPLY(tiles)                                                                                                \
+  extern "C" __global__ void wgmma_bf16_##tiles(const VerifyParams p) { multiply<Bf16, tiles, false>(p); }             \
+  extern "C" __global__ void wgmma_fp16_##tiles(const VerifyParams p) { multiply<Fp16, tiles, false>(p); }             \
+  extern "C" __global__ void wgmma_bf16_##tiles##_transposed(const VerifyParams p) { multiply<Bf16, tiles, true>(p); } \
+  extern "C" __global__ void wgmma_fp16_##tiles##_transposed(const VerifyParams p) { multiply<Fp16, tiles, true>(p); }
+MULTIPLY(1)
+MULTIPLY(2)
+MULTIPLY(5)
+MULTIPLY(8)
+MULTIPLY(9)
+
+// -- who must wait for whom
+
+// Tiles of 2 KB through two stages by bulk copies: one warp copies, four read, each thread what its neighbour's 16 bytes are: out = in,
+// rotated by one thread within a tile. arguments[0]: tiles. arguments[1]: what is wrong.
+extern "C" __global__ void bulk_pipeline(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int tiles = p.arguments[0], fault = p.arguments[1], lane = threadIdx.x % 32;
+  const unsigned full = shared_address(shared), empty = full + 16, stages = full + 128;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 1), mbarrier_init(empty + stage * 8, fault == 7 ? 4 : 128);
+    mbarrier_fence_init();
+  }
+  if (fault != 1) __syncthreads();
+  if (threadIdx.x >= 128) {
+    if (lane != 0) return;
+    for (int tile = 0; tile < tiles; tile++) {
+      const int stage = tile % 2, round = tile / 2;
+      if (fault != 2) mbarrier_wait(empty + stage * 8, (round & 1) ^ 1);
+      mbarrier_arrive_expect(full + stage * 8, 2048);
+      bulk_copy(stages + stage * 2048, p.in + tile * 2048, 1024, full + stage * 8);
+      bulk_copy(stages + stage * 2048 + 1024, p.in + tile * 2048 + 1024, 1024, full + stage * 8);
+    }
+    return;
+  }
+  const int neighbour = (threadIdx.x + 1) % 128;
+  for (int tile = 0; tile < tiles; tile++) {
+    const int stage = tile % 2, round = tile / 2;
+    if (fault != 3 && (fault != 4 || lane == 0)) mbarrier_wait(full + stage * 8, round & 1);
+    if (fault == 5) mbarrier_arrive(empty + stage * 8);
+    const int4 value = *(const int4*)(shared + 128 + stage * 2048 + neighbour * 16);
+    ((int4*)p.out)[tile * 128 + threadIdx.x] = value;
+    if (fault == 7) {  // one lane for all, although not all may be done
+      if (lane == 0) mbarrier_arrive(empty + stage * 8);
+    } else if (fault != 5) {
+      mbarrier_arrive(empty + stage * 8);
+    }
+  }
+}
+
+// The same with cp.async by 64 threads, whose arrivals the mbarrier counts when the copies have landed.
+extern "C" __global__ void copy_pipeline(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int tiles = p.arguments[0], fault = p.arguments[1];
+  const unsigned full = shared_address(shared), empty = full + 16, stages = full + 128;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 64), mbarrier_init(empty + stage * 8, 64);
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  const int member = threadIdx.x % 64;
+  if (threadIdx.x >= 64) {
+    for (int tile = 0; tile < tiles; tile++) {
+      const int stage = tile % 2, round = tile / 2;
+      if (fault != 2) mbarrier_wait(empty + stage * 8, (round & 1) ^ 1);
+      const unsigned target = stages + stage * 2048 + member * 32;
+      cp_async_16(target, p.in + tile * 2048 + member * 32, 16);
+      if (fault == 4) cp_async_mbarrier_arrive(full + stage * 8);
+      cp_async_16(target + 16, p.in + tile * 2048 + member * 32 + 16, 16);
+      if (fault == 1) mbarrier_arrive(full + stage * 8);  // says that they have landed, which they need not
+      if (fault == 0 || fault == 2 || fault == 3) cp_async_mbarrier_arrive(full + stage * 8);
+      if (fault == 5) {  // right, too
+        cp_async_commit();
+        cp_async_wait<0>();
+        cp_async_mbarrier_arrive(full + stage * 8);
+      }
+      if (fault == 6) {  // and this
+        cp_async_mbarrier_arrive(full + stage * 8);
+        cp_async_commit();
+        cp_async_wait<0>();
+      }
+    }
+    return;
+  }
+  for (int tile = 0; tile < tiles; tile++) {
+    const int stage = tile % 2, round = tile / 2;
+    if (fault != 3) mbarrier_wait(full + stage * 8, round & 1);
+    for (int half = 0; half < 2; half++) {
+      const int from = (member * 2 + half + 1) % 128;
+      const int4 value = *(const int4*)(shared + 128 + stage * 2048 + from * 16);
+      ((int4*)p.out)[tile * 128 + member * 2 + half] = value;
+    }
+    mbarrier_arrive(empty + stage * 8);
+  }
+}
+
+// out (64 x 64) = the sum over tiles of A (64 x 64) * B (64 x 64), which come as they lie in shared memory, K-major and swizzled, 8 KB
+// each; two stages. Threads 128 .. 255 copy by cp.async, or thread 256 in bulk; the block has 384. arguments[0]: tiles; [1]: in bulk; [2]:
+// what is wrong.
+extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int tiles = p.arguments[0], bulk = p.arguments[1], fault = p.arguments[2], lane = threadIdx.x % 32;
+  unsigned char* s_stages = aligned(shared);
+  const unsigned stages = shared_address(s_stages), full = stages + 2 * 16384, empty = full + 16;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, bulk ? 1 : 128), mbarrier_init(empty + stage * 8, 4);
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= 256) {
+    set_max_registers_down<24>();
+    if (threadIdx.x != 256 || !bulk) return;
+    for (int tile = 0; tile < tiles; tile++) {
+      const unsigned mbarrier = full + tile % 2 * 8;
+      mbarrier_wait(empty + tile % 2 * 8, (tile / 2 & 1) ^ 1);
+      mbarrier_arrive_expect(mbarrier, 16384);
+      bulk_copy(stages + tile % 2 * 16384, p.in + tile * 16384, 16384, mbarrier);
+    }
+    return;
+  }
+  if (threadIdx.x >= 128) {
+    set_max_registers_down<96>();
+    if (bulk) return;
+    for (int tile = 0; tile < tiles; tile++) {
+      mbarrier_wait(empty + tile % 2 * 8, (tile / 2 & 1) ^ 1);
+      for (int i = threadIdx.x - 128; i < 1024; i += 128) cp_async_16(stages + tile % 2 * 16384 + i * 16, p.in + tile * 16384 + i * 16, 16);
+      if (fault == 4) {  // right, too: the writers fence
+        cp_async_commit();
+        cp_async_wait<0>();
+        fence_proxy_async();
+        mbarrier_arrive(full + tile % 2 * 8);
+      } else if (fault == 7) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        mbarrier_arrive(full + tile % 2 * 8);
+        fence_proxy_async();  // too late
+      } else {
+        cp_async_mbarrier_arrive(full + tile % 2 * 8);
+      }
+    }
+    return;
+  }
+  set_max_registers_up<240>();
+  float d[8][4] = {};
+  for (int tile = 0; tile < tiles; tile++) {
+    const unsigned char* s_stage = s_stages + tile % 2 * 16384;
+    if (fault == 6 && lane != 0) fence_proxy_async();  // too early
+    mbarrier_wait(full + tile % 2 * 8, tile / 2 & 1);
+    if (fault != 1 && fault != 4 && fault != 7 && (fault != 6 || lane == 0)) fence_proxy_async();
+    wgmma_fence();
+    for (int step = 0; step < 4; step++) wgmma_m64k16<Bf16, 8, false>(d, tile_of(s_stage, step), tile_of(s_stage + 8192, step));
+    wgmma_commit();
+    if (fault == 2) {  // the stage is given back while it is being read
+      if (lane == 0) mbarrier_arrive(empty + tile % 2 * 8);
+      wgmma_wait<0>();
+    } else if (fault == 3) {  // right: the stage before this one is given back
+      wgmma_wait<1>();
+      if (lane == 0 && tile > 0) mbarrier_arrive(empty + (tile - 1) % 2 * 8);
+    } else if (fault == 5) {  // it is the stage before this one that is no longer read
+      wgmma_wait<1>();
+      if (lane == 0) mbarrier_arrive(empty + tile % 2 * 8);
+    } else {
+      wgmma_wait<0>();
+      if (lane == 0) mbarrier_arrive(empty + tile % 2 * 8);
+    }
+  }
+  if (fault == 3 || fault == 5) wgmma_wait<0>();
+  for (int i = 0; i < 32; i++) ((float*)p.out)[threadIdx.x * 32 + i] = d[i / 4][i % 4];
+}
+
+// Threads write the operands (16 KB, as above) themselves. arguments[0] says what is wrong.
+extern "C" __global__ void wgmma_of_stores(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int fault = p.arguments[0];
+  unsigned char* s_tile = aligned(shared);
+  for (int i = threadIdx.x; i < 1024; i += 128) ((int4*)s_tile)[i] = ((const int4*)p.in)[i];
+  if (fault != 1 && fault != 2 && fault != 3) fence_proxy_async();
+  if (fault != 4) __syncthreads();
+  if (fault == 2) fence_proxy_async();                      // right, too: the readers fence
+  if (fault == 3 && threadIdx.x < 64) fence_proxy_async();  // not all of them
+  float d[8][4] = {};
+  wgmma_fence();
+  for (int step = 0; step < 4; step++) wgmma_m64k16<Bf16, 8, false>(d, tile_of(s_tile, step), tile_of(s_tile + 8192, step));
+  wgmma_commit();
+  if (fault == 5) {  // others may still read it
+    for (int i = threadIdx.x; i < 1024; i += 128) ((int4*)s_tile)[i] = make_int4(0, 0, 0, 0);
+  }
+  if (fault != 6) wgmma_wait<0>();
+  for (int i = 0; i < 32; i++) ((float*)p.out)[threadIdx.x * 32 + i] = d[i / 4][i % 4];
+  if (fault == 6) wgmma_wait<0>();
+}
+
+// Two warps hand numbers over: each waits at its own barrier and only arrives at the other's. arguments[0]: the reader arrives before it
+// reads.
+extern "C" __global__ void hand_over(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  float* s_value = (float*)shared;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    for (int round = 0; round < 4; round++) {
+      s_value[lane] = ((const float*)p.in)[round * 32 + lane];
+      barrier_arrive(1, 64);
+      barrier_sync(2, 64);
+    }
+  } else {
+    for (int round = 0; round < 4; round++) {
+      barrier_sync(1, 64);
+      if (p.arguments[0]) barrier_arrive(2, 64);
+      ((float*)p.out)[round * 32 + lane] = s_value[lane ^ 1];
+      if (!p.arguments[0]) barrier_arrive(2, 64);
+    }
+  }
+}
+
+// A wait that returns at once, and phases in turn: out: how far each step came.
+extern "C" __global__ void parities(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const unsigned mbarrier = shared_address(shared);
+  if (threadIdx.x == 0) mbarrier_init(mbarrier, 32), mbarrier_fence_init();
+  __syncthreads();
+  mbarrier_wait(mbarrier, 1);
+  int seen = 0;
+  for (int phase = 0; phase < 5; phase++) {
+    shared[64 + threadIdx.x] = (unsigned char)phase;
+    mbarrier_arrive(mbarrier);
+    mbarrier_wait(mbarrier, phase & 1);
+    mbarrier_wait(mbarrier, phase & 1);  // it is still the last that is complete
+    seen += shared[64 + (threadIdx.x + 7) % 32];
+    __syncwarp();
+  }
+  ((int*)p.out)[threadIdx.x] = seen;
+}
+
+// In bulk over what was stored before; arguments[0]: 1 leaves out the fence, 2 reads without waiting.
+extern "C" __global__ void bulk_over_stores(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const unsigned mbarrier = shared_address(shared);
+  if (threadIdx.x == 0) mbarrier_init(mbarrier, 1), mbarrier_fence_init();
+  ((float*)(shared + 128))[threadIdx.x] = 1.f;
+  if (p.arguments[0] != 1) fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(mbarrier, 128);
+    bulk_copy(mbarrier + 128, p.in, 128, mbarrier);
+  }
+  __syncwarp();
+  if (p.arguments[0] != 2) mbarrier_wait(mbarrier, 0);
+  ((float*)p.out)[threadIdx.x] = ((float*)(shared + 128))[threadIdx.x];
+  __syncwarp();
+  mbarrier_wait(mbarrier, 0);
+}
+
+// -- what is refused
+
+// arguments[0] says which misuse.
+extern "C" __global__ void misuse(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const unsigned base = shared_address(shared), aligned_base = base + (0u - base) % 1024;
+  const int warp = threadIdx.x / 32;
+  float d[1][4] = {}, other[1][4] = {};
+  if (threadIdx.x == 0) mbarrier_init(base, 2), mbarrier_init(base + 8, 1), mbarrier_fence_init();
+  __syncthreads();
+  const bool first = threadIdx.x == 0;
+  const unsigned long long good = descriptor(aligned_base, 0, 1024, 1);
+  switch (p.arguments[0]) {
+    case 0:
+      if (first) mbarrier_arrive(base + 16);
+      break;
+    case 1:
+      mbarrier_init(base + 20, 1);
+      break;
+    case 2:
+      mbarrier_init(base + 16, 0);
+      break;
+    case 3:
+      if (first) mbarrier_init(base + 8, 1);
+      break;
+    case 4:
+      if (first) mbarrier_wait(base, 2);
+      break;
+    case 5:
+      if (first) mbarrier_arrive(base), mbarrier_wait(base, 0);
+      break;
+    case 6:
+      if (first) mbarrier_arrive_expect(base + 8, 32), mbarrier_arrive(base + 8);
+      break;
+    case 7:
+      if (first) bulk_copy(base + 40, p.in, 16, base + 8);
+      break;
+    case 8:
+      if (first) bulk_copy(base + 48, p.in, 24, base + 8);
+      break;
+    case 9:
+      if (first) bulk_copy(base + 48, p.in + 8, 16, base + 8);
+      break;
+    case 10:
+      if (first) bulk_copy(base + 16384, p.in, 16, base + 8);
+      break;
+    case 11:
+      if (first) bulk_copy(base + 48, p.in, 48, base + 8), mbarrier_arrive_expect(base + 8, 32);
+      break;
+    case 12:
+      if (first) mbarrier_init(base + 16, 1), bulk_copy(base + 48, p.in, 16, base + 16);
+      break;
+    case 13:
+      if (first) mbarrier_arrive_expect(base + 8, 16), bulk_copy(base + 48, p.in, 16, base + 8);
+      break;
+    case 14:
+      if (first) *(int*)(shared + 8) = 0, mbarrier_arrive(base + 8);
+      break;
+    case 15:
+      if (first) mbarrier_arrive_expect(base + 8, -16);
+      break;
+    case 16:
+      if (first) cp_async_mbarrier_arrive(base + 8), cp_async_mbarrier_arrive(base + 8);
+      break;
+    case 17:
+      if (first) bulk_copy(base + 48, p.in, 16, base + 8), bulk_copy(base + 48, p.in, 16, base + 8);
+      break;
+    case 18:
+      if (warp == 0) barrier_arrive(1, 64), barrier_arrive(1, 64);
+      break;
+    case 19:
+      if (warp == 0) barrier_sync(3, 64);
+      break;
+    case 20:
+      set_max_registers_up<24>();
+      break;
+    case 21:
+      if (warp < 4) set_max_registers_up<256>();
+      break;
+    case 22:
+      if (warp >= 4) set_max_registers_down<40>();
+      break;
+    case 23:
+      if (warp < 4) wgmma_m64k16<Bf16, 1, false>(d, good, good);
+      break;
+    case 24:
+      if (warp < 4) {
+        wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + (warp == 2 ? 2 : 0)), wgmma_commit();
+        wgmma_wait<0>();
+      }
+      break;
+    case 25:
+      if (warp < 4 && warp != 2) wgmma_fence();
+      break;
+    case 26:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good | 1 << 14, good);
+      break;
+    case 27:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good ^ 3ull << 62);
+      break;
+    case 28:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good + 8, good);
+      break;
+    case 29:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + 7);
+      break;
+    case 30:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good + (1ull << 32), good);
+      break;
+    case 31:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + 1024);
+      break;
+    case 32:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + threadIdx.x % 2 * 2);
+      break;
+    case 33:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good);
+      break;
+    case 34:
+      if (warp < 4) {
+        wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit(), d[0][1] = 0.f;
+        wgmma_wait<0>();
+      }
+      break;
+    case 35:
+      if (warp < 4) {
+        wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit(), wgmma_wait<0>();
+        d[0][0] = 1.f;
+        wgmma_m64k16<Bf16, 1, false>(d, good, good);
+      }
+      break;
+    case 36:
+      if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good ^ 1ull << 49, good);
+      break;
+    case 37:
+      if (warp < 4) {
+        wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit();
+        wgmma_m64k16<Bf16, 1, false>(other, good, good), wgmma_wait<0>();
+      }
+      break;
+    case 38:
+      if (first) mbarrier_wait(base, 0);
+      if (threadIdx.x == 32) {
+        for (int i = 0; i < 4; i++) mbarrier_arrive(base);
+      }
+      break;
+  }
+  for (int i = 0; i < 4; i++) ((volatile float*)p.out)[0] = d[0][i] + other[0][i];
+}
+
+// For the clock: arguments[0] wgmmas of 64 x 72.
+extern "C" __global__ void busy(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  unsigned char* s_tile = aligned(shared);
+  for (int i = threadIdx.x; i < 8192 + 9216; i += 128) s_tile[i] = 0;
+  fence_proxy_async();
+  __syncthreads();
+  float d[9][4] = {};
+  for (int i = 0; i < p.arguments[0]; i += 4) {
+    wgmma_fence();
+    for (int step = 0; step < 4; step++) wgmma_m64k16<Bf16, 9, false>(d, tile_of(s_tile, step), tile_of(s_tile + 8192, step));
+    wgmma_commit();
+    wgmma_wait<0>();
+  }
+  ((float*)p.out)[threadIdx.x] = d[0][0];
+}
+
+// clang-format off
+#define KDTREE_HOST_MULTIPLY(X, tiles) \
+  X(wgmma_bf16_##tiles) X(wgmma_fp16_##tiles) X(wgmma_bf16_##tiles##_transposed) X(wgmma_fp16_##tiles##_transposed)
+#define KDTREE_FOR_EACH_KERNEL(X)                                                                               \
+  KDTREE_HOST_MULTIPLY(X, 1) KDTREE_HOST_MULTIPLY(X, 2) KDTREE_HOST_MULTIPLY(X, 5) KDTREE_HOST_MULTIPLY(X, 8)   \
+  KDTREE_HOST_MULTIPLY(X, 9) X(bulk_pipeline) X(copy_pipeline) X(wgmma_pipeline) X(wgmma_of_stores) X(hand_over) \
+  X(parities) X(bulk_over_stores) X(misuse) X(busy)
+// clang-format on
