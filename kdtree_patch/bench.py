@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--config",
         choices=CONFIGS,
-        help="force this tile configuration. Default: the GPU's own, and then portable as well for most shapes",
+        help="force this tile configuration. Default: the one made for this GPU; portable beside it for most shapes",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -178,7 +178,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from kdtree_patch import bench_measure as measuring
 
     kernel = measuring.load_kernel(arguments.config)
-    own = measuring.config_of(kernel)
+    own = kernel.config.name
     wanted = {
         shape: [kernel] for shape in dict.fromkeys(arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ())))
     }

@@ -22,7 +22,7 @@ import torch
 from kdtree_patch import __version__
 from kdtree_patch.bench_peers import PEERS, installed_peers
 from kdtree_patch.bench_shapes import BenchError, Shape, floor_us
-from kdtree_patch.compile import KERNELS, import_cupy
+from kdtree_patch.compile import HOPPER_TARGET, KERNELS, cubin_target, import_cupy
 from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
 from kdtree_patch.route import is_fatal
 from kdtree_patch.tiles import HEAD_DIM, LATENT
@@ -39,22 +39,14 @@ Say = Callable[[str], None]
 
 
 def load_kernel(config: str | None = None) -> VerifyKernel:
-    """The kernel on the current GPU, in the configuration of that name or the GPU's own. Raises BenchError."""
+    """The kernel on the current GPU, in the configuration of that name or the one made for it. Raises BenchError."""
     device = torch.device("cuda", torch.cuda.current_device())
-    options: dict[str, Any] = {}
-    if "config" in inspect.signature(VerifyKernel.load).parameters:
-        options = dict(config=config)
-    elif config not in (None, "portable"):
-        raise BenchError(f"this version of the kernel has no configuration {config}, only portable")
+    if config is None:
+        config = "hopper" if cubin_target(torch.cuda.get_device_capability(device)) == HOPPER_TARGET else "portable"
     try:
-        return VerifyKernel.load(device, **options)
+        return VerifyKernel.load(device, config=config)
     except KernelUnavailable as error:
         raise BenchError(f"{error.reason}: {error}") from error
-
-
-def config_of(kernel: VerifyKernel) -> str:
-    config = getattr(kernel, "config", None)
-    return "portable" if config is None else str(config.name)
 
 
 def stock_kernel() -> Stock | None:
@@ -271,7 +263,7 @@ def measure_shape(
         rel = error_of(call, shape)
         rows.append(
             dict(
-                **dict(shape._asdict(), kv_dtype="bfloat16", config=config_of(kernel)),
+                **dict(shape._asdict(), kv_dtype="bfloat16", config=kernel.config.name),
                 **dict(kernel_us=round(warm_us(ours), 1), kernel_cold_us=round(cold_us(ours), 1)),
                 stock_us=None if stock_us is None else round(stock_us, 1),
                 floor_us=round(floor_us(shape, ceilings["copy_tb_s"], ceilings["mma_sync_tflops"]), 2),

@@ -2,7 +2,7 @@
 
 What one call asks of a GPU is counted, as the kernel's schedule deals it out to that many multiprocessors:
 
-    tiles    of the busiest worker; each costs TILE_KEYS * rows_per_block * 2176 operations, padding included
+    tiles    of the busiest worker; each costs tile_keys * rows_per_block * 2176 operations, padding included
     memory   bytes from DRAM: each key, query and output row once. Further row blocks read the same keys again: from L2
              if the keys that are being read at one time fit into it, else each pass over them counts
     cut      whether any item is shared by several workers, so that combine has something to merge
@@ -33,9 +33,10 @@ from itertools import pairwise
 from typing import Any
 
 from kdtree_patch.bench_shapes import BenchError, Shape, floor_us, moved_bytes, operations, shape_of
-from kdtree_patch.tiles import HEAD_DIM, LATENT, TILE_KEYS, cut_rows
+from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT
 
 CONFIG = "portable"
+PORTABLE = CONFIGS[CONFIG]
 MIB = 2**20
 
 
@@ -113,10 +114,10 @@ def tile_us(counts: Counts, gpu: Gpu, tflops: float | None = None) -> float:
 
 def count(shape: Shape, gpu: Gpu) -> Counts:
     """Of a call whose requests all have the same prefix."""
-    cut = cut_rows(shape.q_len, shape.heads)
+    cut = PORTABLE.cut_rows(shape.q_len, shape.heads)
     workers = gpu.multiprocessors
-    item_tiles = -(-(shape.prefix + shape.q_len) // TILE_KEYS)
-    most, partials = deal(shape.bs * cut.row_blocks, item_tiles, workers, shape.prefix < TILE_KEYS)
+    item_tiles = -(-(shape.prefix + shape.q_len) // PORTABLE.tile_keys)
+    most, partials = deal(shape.bs * cut.row_blocks, item_tiles, workers, shape.prefix < PORTABLE.tile_keys)
     key_bytes = HEAD_DIM * 2
     copied = shape.tokens * key_bytes
     # A worker that goes through several items reads the keys of one request once for each of its row blocks among them.
@@ -127,7 +128,7 @@ def count(shape: Shape, gpu: Gpu) -> Counts:
     rows = cut.variant.rows
     return Counts(
         tiles=most,
-        tile_operations=TILE_KEYS * cut.rows_per_block * 2 * (HEAD_DIM + LATENT),
+        tile_operations=PORTABLE.tile_keys * cut.rows_per_block * 2 * (HEAD_DIM + LATENT),
         cut=partials > 0,
         memory_bytes=moved_bytes(shape) + round((passes - 1) * copied),
         l2_bytes=cut.row_blocks * copied + 2 * partials * rows * (LATENT * 4 + 8),
@@ -142,9 +143,10 @@ def deal(items: int, item_tiles: int, workers: int, short: bool) -> tuple[int, i
         return -(-items // workers) * item_tiles, 0
     line = items * item_tiles
     workers = min(workers, line)
-    if items <= workers:
-        workers = workers // items * items
-    starts = [line * worker // workers for worker in range(workers + 1)]
+    # Enough workers: each item is a line of its own. On a line the first workers take one tile more than the others.
+    lines, of_each, workers = (items, item_tiles, workers // items) if items <= workers else (1, line, workers)
+    share, longer = divmod(of_each, workers)
+    starts = [n * of_each + w * share + min(w, longer) for n in range(lines) for w in range(workers)] + [line]
     pieces = pairwise(sorted({*starts, *range(0, line + 1, item_tiles)}))
     most = max(end - start for start, end in pairwise(starts))
     return most, sum(end - start < item_tiles for start, end in pieces)

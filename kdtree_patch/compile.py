@@ -53,8 +53,10 @@ NVRTC_SINCE: dict[str, tuple[int, int]] = {
     "sm_120a": (12, 8),
 }
 NVRTC_TARGETS = tuple(NVRTC_SINCE)
-# The targets that `cubin_target` may answer; the others compile but run on one compute capability only.
-GPU_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# The targets that `cubin_target` may answer, lowest compute capability first. sm_90a has the Hopper configuration
+# beside the portable one.
+GPU_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+HOPPER_TARGET = "sm_90a"
 
 HOST_FLAGS: dict[str, tuple[str, ...]] = {
     "host": ("-O2",),
@@ -117,9 +119,16 @@ def cubin_target(capability: tuple[int, int]) -> str | None:
     """
     if capability in EMBEDDED:
         return None
-    major, minor = capability
-    fitting = [t for t in GPU_TARGETS if divmod(int(t[3:]), 10)[0] == major and divmod(int(t[3:]), 10)[1] <= minor]
+    fitting = [t for t in GPU_TARGETS if runs_on(t, capability)]
     return fitting[-1] if fitting else None
+
+
+def runs_on(target: str, capability: tuple[int, int]) -> bool:
+    """Whether a target's cubin runs on a compute capability: on the same major and no lower minor, or, if its name ends
+    in a, on that one alone.
+    """
+    major, minor = divmod(int(target.removeprefix("sm_").removesuffix("a")), 10)
+    return capability == (major, minor) if target.endswith("a") else capability[0] == major and capability[1] >= minor
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str:
@@ -283,12 +292,15 @@ def compile_cubin(target: str, kernels: Path = KERNELS, cache_dir: Path | None =
         raise ValueError(f"{target} is not one of {', '.join(NVRTC_TARGETS)}")
     nvrtc = _load_nvrtc(cache_dir)
     compiler = _check_nvrtc(nvrtc, target)
-    return _run_nvrtc(nvrtc, compiler, target, _read_source(kernels / SOURCE_NAME))
+    return _run_nvrtc(nvrtc, compiler, target, _cuda_sources(kernels))
 
 
-def _run_nvrtc(nvrtc: Any, compiler: str, target: str, source: bytes) -> CompileResult:
+def _run_nvrtc(nvrtc: Any, compiler: str, target: str, sources: dict[str, bytes]) -> CompileResult:
     started = time.monotonic()
-    program = nvrtc.createProgram(source.decode(errors="replace"), SOURCE_NAME, [], [])
+    # NVRTC gets what the source includes from us: it must not look for it in the directories of this host.
+    headers = {name.encode(): source for name, source in sources.items() if name != SOURCE_NAME}
+    source = sources[SOURCE_NAME].decode(errors="replace")
+    program = nvrtc.createProgram(source, SOURCE_NAME, list(headers.values()), list(headers))
     try:
         try:
             nvrtc.compileProgram(program, list(nvrtc_options(target)))
@@ -419,11 +431,11 @@ class _Plan:
 
 def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
     if target in NVRTC_SINCE:
-        source = _read_source(kernels / SOURCE_NAME)
+        cuda = _cuda_sources(kernels)
         nvrtc = _load_nvrtc(cache_dir)
         compiler = _check_nvrtc(nvrtc, target)
-        key = _digest([_version(), target, compiler, *nvrtc_options(target), source])
-        return _Plan(target, key, ".cubin", compiler, lambda _: _run_nvrtc(nvrtc, compiler, target, source).cubin)
+        key = _digest([_version(), target, compiler, *nvrtc_options(target), *_named(cuda)])
+        return _Plan(target, key, ".cubin", compiler, lambda _: _run_nvrtc(nvrtc, compiler, target, cuda).cubin)
     if target in HOST_FLAGS:
         gxx = _gxx_command()
         # Under -v with our options g++ would link an a.out, and print a temporary name that is another one every time.
@@ -495,13 +507,25 @@ def _digest(parts: Iterable[bytes | str]) -> str:
     return digest.hexdigest()
 
 
+def _cuda_sources(kernels: Path) -> dict[str, bytes]:
+    """The kernel and every header beside it, by name: all that NVRTC sees."""
+    files = [kernels / SOURCE_NAME, *sorted(kernels.glob("*.cuh"))]
+    return {file.name: _read_source(file) for file in files}
+
+
+def _named(sources: dict[str, bytes]) -> list[bytes | str]:
+    """For the key: each file after its name."""
+    return [part for source in sources.items() for part in source]
+
+
 def _host_sources(kernels: Path) -> list[bytes | str]:
-    """The kernel and every file of kernels/host, each after its name."""
+    """The same and every file of kernels/host, each after its name."""
     host = kernels / "host"
-    files = [kernels / SOURCE_NAME, *sorted(p for p in host.rglob("*") if p.is_file() and not p.name.startswith("."))]
+    files = sorted(p for p in host.rglob("*") if p.is_file() and not p.name.startswith("."))
     if not (host / "launch.cpp").is_file():
         raise CompileError("package_broken", f"{host / 'launch.cpp'} is missing: the installation is not complete")
-    return [part for file in files for part in (str(file.relative_to(kernels)), _read_source(file))]
+    sources = {str(file.relative_to(kernels)): _read_source(file) for file in files}
+    return _named(_cuda_sources(kernels) | sources)
 
 
 def _read_source(path: Path) -> bytes:

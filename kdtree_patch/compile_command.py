@@ -6,6 +6,7 @@ Needs no GPU. Run as the user of the service, with its environment, it also save
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -75,7 +76,7 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
             return report
         result = compiling.compile_cubin(target, kernels, cache_dir)
         report.update(compiler=result.compiler, seconds=round(result.seconds, 1), bytes=len(result.cubin))
-        dynamic = dynamic_shared()
+        dynamic = dynamic_shared(target)
         for kernel in result.kernels:
             asked = dynamic.get(kernel.name, 0)
             shared = None if asked is None else kernel.static_shared + asked
@@ -89,13 +90,25 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
     return report
 
 
-def dynamic_shared() -> dict[str, int | None]:
-    """Kernel -> the shared memory it asks for at launch. None for combine: it depends on how many multiprocessors the
-    GPU has, and is small on all of them.
+def dynamic_shared(target: str) -> dict[str, int | None]:
+    """Kernel of the target's cubin -> the shared memory it asks for at launch. None for combine: it depends on how many
+    multiprocessors the GPU has, and is small on all of them.
     """
-    variants = [(variant, element) for variant in tiles.VARIANTS for element in tiles.ELEMENTS]
-    asked: dict[str, int | None] = {variant.kernel_name(element): variant.shared_bytes for variant, element in variants}
-    return asked | {variant.combine_name(element): None for variant, element in variants}
+    asked: dict[str, int | None] = {}
+    for configuration in tiles.CONFIGS.values():
+        if configuration.name == "hopper" and target != compiling.HOPPER_TARGET:
+            continue
+        for variant, element in itertools.product(configuration.variants, tiles.ELEMENTS):
+            asked[variant.kernel_name(element)] = variant.shared_bytes
+            asked[variant.combine_name(element)] = None
+    return asked
+
+
+def shared_limit(name: str) -> int:
+    """What the smallest part that runs a kernel allows a block."""
+    hopper = tiles.CONFIGS["hopper"]
+    wide = {variant.kernel_name(element) for variant in hopper.variants for element in tiles.ELEMENTS}
+    return hopper.shared_limit if name in wide else tiles.CONFIGS["portable"].shared_limit
 
 
 def judge(kernel: compiling.KernelResources, shared: int | None) -> list[str]:
@@ -104,8 +117,9 @@ def judge(kernel: compiling.KernelResources, shared: int | None) -> list[str]:
         findings.append(f"{kernel.name} spills {kernel.spill_stores} bytes and reads {kernel.spill_loads} back")
     if kernel.registers > MAX_REGISTERS:
         findings.append(f"{kernel.name} uses {kernel.registers} registers, more than {MAX_REGISTERS}")
-    if shared is not None and shared > tiles.SHARED_LIMIT:
-        findings.append(f"{kernel.name} takes {shared} bytes of shared memory, more than {tiles.SHARED_LIMIT}")
+    limit = shared_limit(kernel.name)
+    if shared is not None and shared > limit:
+        findings.append(f"{kernel.name} takes {shared} bytes of shared memory, more than {limit}")
     return findings
 
 

@@ -316,7 +316,7 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
     except BaseException as error:  # a module may call sys.exit() while it is imported
         raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
     try:
-        kernel = VerifyKernel.load(device, settings.cache_dir, job)
+        kernel = VerifyKernel.load(device, settings.cache_dir, job, settings.config)
     except KernelUnavailable as error:
         raise Declined(error.reason, str(error)) from error
     except ImportError as error:

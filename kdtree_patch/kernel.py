@@ -35,7 +35,7 @@ PARAMS = np.dtype(
         *((name, np.int64) for name in ("out_token_stride", "out_head_stride")),
         *((name, np.int32) for name in ("bs", "heads", "row_blocks", "rows_per_block", "workers", "wide_indices")),
         ("scale_log2e", np.float32),
-        ("reserved", np.int32),
+        ("fragment_warps", np.int32),
     ],
     align=True,
 )
@@ -56,8 +56,8 @@ class KernelFault(RuntimeError):
     """The CPU build of the kernel broke a rule of the machine it emulates; the message says which."""
 
 
-# One kernel of a call: its name, the grid (x, y) and its dynamic shared memory in bytes.
-Step = tuple[str, tuple[int, int], int]
+# One kernel of a call: its name, the grid (x, y), threads a block and its dynamic shared memory in bytes.
+Step = tuple[str, tuple[int, int], int, int]
 # Launches the steps of a call, one after the other, on the current stream; all get the one record of parameters at this
 # address.
 Launcher = Callable[[Sequence[Step], int], None]
@@ -66,17 +66,25 @@ Launcher = Callable[[Sequence[Step], int], None]
 class VerifyKernel:
     """Attention of the draft tokens of a batch over their requests' prefixes, on one device.
 
-    The workspace (two partial results a worker, 165 KB together, 22 MB on 132 multiprocessors) is allocated
-    once; its size does not depend on the batch. Calls on one device share it, so they must be ordered on one stream, as
-    SGLang's forward passes are.
+    The workspace (two partial results a worker: 165 KB together, 22 MB on 132 multiprocessors, and in the Hopper
+    configuration 296 KB and 39 MB) is allocated once; its size does not depend on the batch. Calls on one device share
+    it, so they must be ordered on one stream, as SGLang's forward passes are.
     """
 
-    def __init__(self, device: torch.device, launcher: Launcher, workers: int, target: str):
+    def __init__(
+        self,
+        device: torch.device,
+        launcher: Launcher,
+        workers: int,
+        target: str,
+        config: tiles.Configuration = tiles.CONFIGS["portable"],
+    ):
         self.device = device
         self.target = target
         self.workers = workers
+        self.config = config
         self._launcher = launcher
-        largest = tiles.VARIANTS[-1]
+        largest = config.variants[-1]
         self.partial_out = torch.empty(2 * workers * largest.partial_bytes, dtype=torch.uint8, device=device)
         self.partial_stats = torch.empty(2 * workers * largest.rows * 2, dtype=torch.float32, device=device)
         self.cut_items = torch.zeros(workers * 4, dtype=torch.int32, device=device)
@@ -84,23 +92,31 @@ class VerifyKernel:
         self._params_address = self._params.ctypes.data
 
     @classmethod
-    def load(cls, device: torch.device, cache_dir: Path | None = None, job: CompileJob | None = None) -> VerifyKernel:
+    def load(
+        cls,
+        device: torch.device,
+        cache_dir: Path | None = None,
+        job: CompileJob | None = None,
+        config: str = "portable",
+    ) -> VerifyKernel:
         """Loads the kernel for a device: from the cache, from a compilation that is under way, or by compiling it now.
 
-        Raises KernelUnavailable. Must not be called under CUDA graph capture: it loads a module and allocates the
-        workspace.
+        `config` is a name of `tiles.CONFIGS`; only compute capability 9.0 has hopper. Raises KernelUnavailable. Must
+        not be called under CUDA graph capture: it loads a module and allocates the workspace.
         """
         try:
             if device.type == "cpu":
                 library = compiling.cached_binary("host", cache_dir)
-                return cls(device, host_launcher(library), HOST_WORKERS, "host")
+                return cls(device, host_launcher(library), HOST_WORKERS, "host", tiles.CONFIGS[config])
             properties = torch.cuda.get_device_properties(device)
             target = compiling.cubin_target((properties.major, properties.minor))
             if target is None:
                 reason = compiling.unsupported_reason((properties.major, properties.minor))
                 raise KernelUnavailable("compute_capability", f"{properties.name}: {reason}")
+            chosen = choose_config(config, target)
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
-            return cls(device, gpu_launcher(cubin, device, cache_dir), properties.multi_processor_count, target)
+            launcher = gpu_launcher(cubin, device, chosen, cache_dir)
+            return cls(device, launcher, properties.multi_processor_count, target, chosen)
         except compiling.CompileError as error:
             raise KernelUnavailable(error.reason, str(error)) from error
 
@@ -131,7 +147,7 @@ class VerifyKernel:
         then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a request.
         """
         heads = q.shape[1]
-        cut = tiles.cut_rows(q_len, heads)
+        cut = self.config.cut_rows(q_len, heads)
         bs = qo_indptr.shape[0] - 1
         size = q.element_size()
         params = self._params
@@ -166,41 +182,66 @@ class VerifyKernel:
             + 4 * (kv_indices.dtype == wide)
             + 8 * (mask_indptr is not None and mask_indptr.dtype == wide),
             scale * LOG2_E,
-            0,
+            fragment_warps(bs * cut.row_blocks, self.workers),
         )
         self._launcher(call_steps(ELEMENTS[q.dtype], cut, bs, self.workers), self._params_address)
 
 
+def choose_config(name: str, target: str) -> tiles.Configuration:
+    """The configuration of that name. Raises KernelUnavailable if the target does not have it."""
+    if name == "hopper" and target != compiling.HOPPER_TARGET:
+        raise KernelUnavailable(
+            "configuration", f"the hopper configuration needs compute capability 9.0, this device runs {target}"
+        )
+    return tiles.CONFIGS[name]
+
+
 @lru_cache(maxsize=4096)
 def call_steps(element: str, cut: tiles.Cut, bs: int, workers: int) -> tuple[Step, Step]:
-    """The two kernels of a call and their grids: one block a worker, then combine with about four blocks a worker over
-    all items.
+    """The two kernels of a call and their grids: one block a worker, then combine: 32 * row_tiles fragments an item, a
+    warp or a block for each.
     """
     variant = cut.variant
-    merged = min(bs * cut.row_blocks, workers)
-    chunks = max(1, min(variant.combine_chunks, -(-4 * workers // merged)))
+    items = bs * cut.row_blocks
+    fragment_blocks = variant.row_tiles * 4 * fragment_warps(items, workers)
     return (
-        (variant.kernel_name(element), (workers, 1), variant.shared_bytes),
-        (variant.combine_name(element), (chunks, merged), combine_shared_bytes(workers)),
+        (variant.kernel_name(element), (workers, 1), variant.threads, variant.shared_bytes),
+        (
+            variant.combine_name(element),
+            (fragment_blocks, min(items, workers)),
+            tiles.COMBINE_THREADS,
+            combine_shared_bytes(workers),
+        ),
     )
 
 
-def combine_shared_bytes(workers: int) -> int:
-    """Dynamic shared memory of combine: a reduction buffer, 16 inverse sums and a weight for each of 16 rows and every
-    possible split.
+def fragment_warps(items: int, workers: int) -> int:
+    """How many warps of combine share a fragment: all eight of a block if an item is likely to be cut into many splits.
+    Not a bit of the result depends on it.
     """
-    return tiles.THREADS * 16 + 64 + workers * 64
+    return 8 if workers >= 12 * items else 1
 
 
-def gpu_launcher(cubin: Path, device: torch.device, cache_dir: Path | None = None) -> Launcher:
-    """Loads a cubin on a device that already has its context, with every function's limit of shared memory raised."""
+def combine_shared_bytes(workers: int) -> int:
+    """Dynamic shared memory of combine: a reduction buffer, eight inverse sums and a weight for each of eight rows and
+    every possible split.
+    """
+    return tiles.COMBINE_THREADS * 16 + 32 + workers * 32
+
+
+def gpu_launcher(
+    cubin: Path, device: torch.device, config: tiles.Configuration, cache_dir: Path | None = None
+) -> Launcher:
+    """Loads a cubin on a device that already has its context, with the limit of shared memory of every kernel of the
+    configuration raised.
+    """
     cupy = compiling.import_cupy(cache_dir)
     driver = cupy.cuda.driver
     index = device.index if device.index is not None else torch.cuda.current_device()
     functions: dict[str, int] = {}
     with cupy.cuda.Device(index):
         module = cupy.RawModule(path=str(cubin))
-        for variant in tiles.VARIANTS:
+        for variant in config.variants:
             for element in tiles.ELEMENTS:
                 kernel = module.get_function(variant.kernel_name(element))
                 kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
@@ -214,10 +255,8 @@ def gpu_launcher(cubin: Path, device: torch.device, cache_dir: Path | None = Non
         # about 40 us of Python; its binding of the driver's launch costs two and raises the same errors.
         stream = torch.cuda.current_stream(index).cuda_stream
         arguments[0] = params
-        for name, (x, y), shared_bytes in steps:
-            driver.launchKernel(
-                functions[name], x, y, 1, tiles.THREADS, 1, 1, shared_bytes, stream, arguments_address, 0
-            )
+        for name, (x, y), threads, shared_bytes in steps:
+            driver.launchKernel(functions[name], x, y, 1, threads, 1, 1, shared_bytes, stream, arguments_address, 0)
 
     launch.module = module  # type: ignore[attr-defined]  # the functions do not keep their module alive
     return launch
@@ -234,9 +273,9 @@ def host_launcher(library: Path, seed: int = 0) -> Launcher:
 
     def launch(steps: Sequence[Step], params: int) -> None:
         message = ctypes.create_string_buffer(1024)
-        for name, (x, y), shared_bytes in steps:
+        for name, (x, y), threads, shared_bytes in steps:
             failed = host.kdtree_host_launch(
-                name.encode(), x, y, tiles.THREADS, shared_bytes, params, seed, message, len(message)
+                name.encode(), x, y, threads, shared_bytes, params, seed, message, len(message)
             )
             if failed:
                 raise KernelFault(f"{name}: {message.value.decode()}")

@@ -74,7 +74,7 @@ def examine(name: str, settings: Settings) -> dict[str, Any]:
             if not torch.cuda.is_available():
                 return found | {"error": "torch sees no NVIDIA GPU here; --device cpu tests the CPU build"}
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        kernel = VerifyKernel.load(device, settings.cache_dir)
+        kernel = VerifyKernel.load(device, settings.cache_dir, config=settings.config)
         found["target"] = kernel.target
         if device.type == "cuda":
             found["device"] = torch.cuda.get_device_name(device)

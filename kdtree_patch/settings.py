@@ -18,6 +18,7 @@ PREFIX = "KDTREE_"
 MODES = ("on", "shadow", "off")
 FLAGS = ("0", "1")
 FORWARD_MODES = ("verify",)
+CONFIGS = ("portable", "hopper")
 LOG_LEVELS = ("info", "warning", "error")
 
 VARIABLES = (
@@ -27,6 +28,7 @@ VARIABLES = (
     "KDTREE_GUARD_REL",
     "KDTREE_GUARD_DUMP",
     "KDTREE_SELFTEST",
+    "KDTREE_CONFIG",
     "KDTREE_FORWARD_MODES",
     "KDTREE_CACHE_DIR",
     "KDTREE_LOG_LEVEL",
@@ -56,6 +58,7 @@ class Settings:
     guard_rel: float | None = None
     guard_dump: Path | None = None
     selftest: bool = True
+    config: str = "portable"
 
     @property
     def compares(self) -> bool:
@@ -79,6 +82,7 @@ class Settings:
             guard_rel=_limit(given, "KDTREE_GUARD_REL"),
             guard_dump=_guard_dump(given),
             selftest=_one_of(given, "KDTREE_SELFTEST", FLAGS[::-1]) == "1",
+            config=_one_of(given, "KDTREE_CONFIG", CONFIGS),
         )
 
 

@@ -1,9 +1,8 @@
-"""The kernel's variants and which one a call takes. Knows of nothing else; the CUDA side is `Geometry` in
-kernels/verify_attn_flash.cu.
+"""The kernel's configurations, their variants, and which variant a call takes. Knows of nothing else; the CUDA side is
+`Geometry` in kernels/verify_attn_flash.cu and in kernels/hopper.cuh.
 
 A call has rows = heads * q_len attention rows a request. They are cut into row blocks of one size, a multiple of 8, and
-the variant is the smallest one that holds such a block. All variants fit the 101,376 bytes of shared memory that sm_86,
-sm_89 and sm_120 allow a block.
+the variant is the smallest one of the configuration that holds such a block.
 """
 
 from __future__ import annotations
@@ -14,52 +13,38 @@ from functools import lru_cache
 LATENT = 512
 ROPE = 64
 HEAD_DIM = LATENT + ROPE
-THREADS = 256
-TILE_KEYS = 32
-STAGES = 2
-SHARED_LIMIT = 101_376
 MAX_Q_LEN = 256
 MAX_HEADS = 128
+ELEMENTS = ("bf16", "fp16")
+COMBINE_THREADS = 256
+_SCHEDULE_BYTES = 40
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One pair of kernels: `rows` attention rows a block (a multiple of 8)."""
+    """One pair of kernels: `rows` attention rows a block (a multiple of 8). `shared_bytes` is the dynamic shared memory
+    of the main kernel, as `Geometry::kSharedBytes` lays it out.
+    """
 
     rows: int
+    suffix: str
+    threads: int
+    shared_bytes: int
 
     @property
     def row_tiles(self) -> int:
         return self.rows // 8
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of the main kernel, as `Geometry::kSharedBytes` lays it out."""
-        tiles = STAGES * TILE_KEYS * HEAD_DIM * 2
-        probabilities = TILE_KEYS * (self.row_tiles | 1) * 16
-        exchange = self.row_tiles * THREADS * 16
-        row_state = 3 * self.rows * 4
-        return tiles + probabilities + exchange + row_state + 64
-
-    @property
     def partial_bytes(self) -> int:
         """Accumulators that one block leaves when its item was cut."""
         return self.rows * LATENT * 4
 
-    @property
-    def combine_chunks(self) -> int:
-        """Chunks of 64 positions that combine deals out for one item."""
-        return self.row_tiles * 16
-
     def kernel_name(self, element: str) -> str:
-        return f"verify_attn_{element}_r{self.rows}"
+        return f"verify_attn_{element}_{self.suffix}{self.rows}"
 
     def combine_name(self, element: str) -> str:
-        return f"combine_splits_{element}_r{self.rows}"
-
-
-VARIANTS = (Variant(16), Variant(32), Variant(40))
-ELEMENTS = ("bf16", "fp16")
+        return f"combine_splits_{element}_{self.suffix}{self.rows}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +56,56 @@ class Cut:
     rows_per_block: int
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """One way to write the kernel, with variants from small to large. `shared_limit` is what the smallest part that
+    runs it allows a block.
+    """
+
+    name: str
+    tile_keys: int
+    shared_limit: int
+    variants: tuple[Variant, ...]
+
+    def cut_rows(self, q_len: int, heads: int) -> Cut:
+        """Cuts q_len * heads rows into as few equal blocks as the largest variant allows."""
+        return _cut_rows(self, q_len, heads)
+
+
 @lru_cache(maxsize=4096)
-def cut_rows(q_len: int, heads: int) -> Cut:
-    """Cuts q_len * heads rows into as few equal blocks as the largest variant allows."""
+def _cut_rows(configuration: Configuration, q_len: int, heads: int) -> Cut:
     rows = q_len * heads
-    largest = VARIANTS[-1].rows
+    largest = configuration.variants[-1].rows
     row_blocks = -(-rows // largest)
     rows_per_block = (-(-rows // row_blocks) + 7) // 8 * 8
-    variant = next(v for v in VARIANTS if v.rows >= rows_per_block)
+    variant = next(v for v in configuration.variants if v.rows >= rows_per_block)
     return Cut(variant, -(-rows // rows_per_block), rows_per_block)
+
+
+def _portable_shared(rows: int) -> int:
+    stages, keys = 2, 32
+    tiles = stages * keys * HEAD_DIM * 2
+    probabilities = rows * (keys * 2 + 16)
+    exchange = 4 * rows * keys * 4
+    row_state = 4 * rows * 4
+    return tiles + probabilities + exchange + row_state + _SCHEDULE_BYTES
+
+
+def _hopper_shared(rows: int) -> int:
+    stages, keys, spare = 2, 64, 1024
+    queries = rows * HEAD_DIM * 2
+    tiles = stages * keys * HEAD_DIM * 2 + spare
+    mbarriers, rescale, target = 4 * 8, 2 * 4, 4 * 4
+    row_state = 3 * rows * 4
+    return queries + tiles + mbarriers + _SCHEDULE_BYTES + rescale + row_state + target
+
+
+# portable: 101,376 bytes are what sm_86, sm_89 and sm_120 allow a block. hopper: wgmma, for compute capability 9.0.
+CONFIGS = {
+    "portable": Configuration(
+        "portable", 32, 101_376, tuple(Variant(r, "r", 256, _portable_shared(r)) for r in (16, 32, 40))
+    ),
+    "hopper": Configuration(
+        "hopper", 64, 232_448, tuple(Variant(r, "h", 384, _hopper_shared(r)) for r in (32, 64, 72))
+    ),
+}

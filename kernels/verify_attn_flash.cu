@@ -80,6 +80,10 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// The compiler knows nothing of the value from here on, and cannot take it apart.
+__device__ __forceinline__ void keep_in_register(const unsigned char*& pointer) { asm volatile("" : "+l"(pointer)); }
+__device__ __forceinline__ void keep_in_register(int& number) { asm volatile("" : "+r"(number)); }
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -123,12 +127,15 @@ constexpr int kHeadDim = kLatent + kRope;  // columns of a query and of a key
 constexpr int kRowBytes = kHeadDim * 2;    // one key in shared memory: 1,152 bytes, nine lines of 128
 constexpr int kThreads = 256;              // eight warps
 constexpr int kTileKeys = 32;              // keys in a tile
-constexpr int kKeyGroups = kTileKeys / 8;  // groups of 8 keys, as the fragments of a score product hold them
 constexpr int kStages = 2;                 // tiles in shared memory: one in use, one arriving
 constexpr int kTileBytes = kTileKeys * kRowBytes;
-constexpr int kKSteps = kHeadDim / 16 / 4;  // 16-column steps of the score product that each of four warps takes
-constexpr int kDimTiles = 4;                // 16-column tiles of the output that each of eight warps holds
-constexpr float kNothingSeen = -3e38f;      // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
+constexpr int kQuarters = 4;                        // parts that the 576 columns of the score product are cut into
+constexpr int kKSteps = kHeadDim / 16 / kQuarters;  // 16-column steps in each
+constexpr int kKeysAhead = 2;                       // steps of the score product whose keys are in registers before they are needed
+constexpr int kLines = kRowBytes / 128;             // 128-byte lines of a key
+constexpr int kDimTiles = 4;                        // 16-column tiles of the output that each of eight warps holds
+static_assert(kKSteps == kLines, "each step of the score product starts the copy of one line of the next tile");
+constexpr float kNothingSeen = -3e38f;  // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
 
 // -------------------------------------------------------------------------------------------------------------------------- parameters
 
@@ -154,7 +161,7 @@ struct VerifyParams {
   int workers;                     // blocks of the main kernel
   int wide_indices;                // bit 0: qo_indptr is 64-bit, 1: kv_indptr, 2: kv_indices, 3: mask_indptr; else 32-bit
   float scale_log2e;               // scale * log2(e): scores are kept in log2 units
-  int reserved;
+  int fragment_warps;              // warps of combine that share a fragment: 1 or 8
 };
 
 enum WideIndex { kWideQo = 1, kWideKvPtr = 2, kWideKvIdx = 4, kWideMask = 8 };
@@ -163,29 +170,34 @@ __device__ __forceinline__ long long load_index(const void* base, long long i, b
   return wide ? __ldg((const long long*)base + i) : (long long)__ldg((const int*)base + i);
 }
 
+// The same for numbers that fit 32 bits (they count tokens and slots, of which a GPU's memory holds fewer): the low word of either width,
+// without a branch that would wait for the value.
+__device__ __forceinline__ int load_small_index(const void* base, long long i, bool wide) {
+  return __ldg((const int*)base + (i << (int)wide));
+}
+
 // What a block must know of one request.
 struct Request {
-  long long q_start;   // its first draft token
-  long long kv_start;  // its first entry of kv_indices
+  int q_start;   // its first draft token
+  int kv_start;  // its first entry of kv_indices
   int q_len, prefix;
   __device__ __forceinline__ int columns() const { return prefix + q_len; }
 };
 
 __device__ __forceinline__ Request load_request(const VerifyParams& p, int b) {
-  Request r;
-  r.q_start = load_index(p.qo_indptr, b, p.wide_indices & kWideQo);
-  r.kv_start = load_index(p.kv_indptr, b, p.wide_indices & kWideKvPtr);
-  r.q_len = (int)(load_index(p.qo_indptr, b + 1, p.wide_indices & kWideQo) - r.q_start);
-  r.prefix = (int)(load_index(p.kv_indptr, b + 1, p.wide_indices & kWideKvPtr) - r.kv_start);
-  return r;
+  const bool wide_qo = p.wide_indices & kWideQo, wide_kv = p.wide_indices & kWideKvPtr;
+  const int q_start = load_small_index(p.qo_indptr, b, wide_qo), q_end = load_small_index(p.qo_indptr, b + 1, wide_qo);
+  const int kv_start = load_small_index(p.kv_indptr, b, wide_kv), kv_end = load_small_index(p.kv_indptr, b + 1, wide_kv);
+  return Request{q_start, kv_start, q_end - q_start, kv_end - kv_start};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------- schedule
 //
-// The line: request 0's row block 0 with its tiles, then row block 1, ..., then request 1's. Worker c of W takes tiles [T*c/W, T*(c+1)/W)
-// of the T tiles. W is the number of blocks, but never more than T: then no stretch is empty and the workers of a cut item are consecutive.
-// If all requests on the line are alike and there are fewer items than workers, W is rounded down to a multiple of the items: then every
-// stretch lies inside one item, and the row blocks of one request read the same keys at the same time, the second from L2.
+// The line: request 0's row block 0 with its tiles, then row block 1, ..., then request 1's. W workers share its T tiles evenly: the first
+// T % W take one tile more than the others. W is the number of blocks, but never more than T: then no stretch is empty and the workers of a
+// cut item are consecutive. If all requests on the line are alike and there are fewer items than workers, each item has a line, and as many
+// workers, of its own: then every stretch lies inside one item, and the row blocks of one request read the same keys at the same time, the
+// second from L2.
 //
 // A request whose prefix is shorter than a tile is not on the line: its items are dealt out whole. Graph runners pad a batch with requests
 // of prefix 1, and those must not move the cuts of the others: a request's result has the same bits with and without padding.
@@ -197,12 +209,25 @@ struct Item {
 };
 
 struct Schedule {
-  long long tiles;  // T
-  int workers;      // W
+  int groups;         // lines
+  int group_workers;  // workers of each
   int short_items;
-  __device__ __forceinline__ long long stretch_start(int worker) const { return tiles * worker / workers; }
-  // The worker whose stretch holds a tile: the largest c with T*c/W <= tile.
-  __device__ __forceinline__ int owner(long long tile) const { return (int)(((tile + 1) * workers + tiles - 1) / tiles) - 1; }
+  long long group_tiles;  // tiles of each
+  long long share;        // tiles of a worker, at least
+  int longer;             // how many workers of a line take one more
+
+  __device__ __forceinline__ int workers() const { return groups * group_workers; }
+  __device__ __forceinline__ long long stretch_start(int worker) const {
+    const int group = worker / group_workers, within = worker % group_workers;
+    return group * group_tiles + within * share + min(within, longer);
+  }
+  // The worker whose stretch holds a tile.
+  __device__ __forceinline__ int owner(long long tile) const {
+    const int group = (int)(tile / group_tiles);
+    const long long within = tile - group * group_tiles, long_part = longer * (share + 1);
+    const long long worker = within < long_part ? within / (share + 1) : longer + (within - long_part) / share;
+    return group * group_workers + (int)worker;
+  }
 };
 
 // Tiles and row blocks of a request; no row blocks beyond the batch or without draft tokens.
@@ -213,14 +238,15 @@ struct RequestSize {
   __device__ __forceinline__ int units(bool of_short) const { return is_short != of_short ? 0 : of_short ? blocks : tiles * blocks; }
 };
 
+template <int TILE_KEYS>
 __device__ __forceinline__ RequestSize size_request(const VerifyParams& p, int b) {
   RequestSize size{0, 0, false};
   if (b >= p.bs) return size;
   const Request r = load_request(p, b);
   if (r.q_len <= 0) return size;
-  size.tiles = (r.columns() + kTileKeys - 1) / kTileKeys;
+  size.tiles = (r.columns() + TILE_KEYS - 1) / TILE_KEYS;
   size.blocks = min((r.q_len * p.heads + p.rows_per_block - 1) / p.rows_per_block, p.row_blocks);
-  size.is_short = r.prefix < kTileKeys;
+  size.is_short = r.prefix < TILE_KEYS;
   return size;
 }
 
@@ -231,14 +257,30 @@ __device__ __forceinline__ int warp_reduce(int x, Combine combine) {
   return x;
 }
 
+// The largest of a warp's 32 numbers, for all of them, in one instruction: floats are ordered as integers are, once the negative ones'
+// other bits are turned over. A NaN is larger than anything, or smaller.
+__device__ __forceinline__ float warp_max(float x) {
+  auto turn = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(turn(__reduce_max_sync(~0u, turn(__float_as_int(x)))));
+}
+
+// make_schedule and find_item are called, not inlined: the portable kernel's main loop needs all registers. The Hopper kernel's warpgroups
+// have different numbers of them, which calls do not know of.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define KDTREE_CALLED __forceinline__
+#else
+#define KDTREE_CALLED __noinline__
+#endif
+
 // One warp, all lanes: counts the line and the short items.
-__device__ Schedule make_schedule(const VerifyParams& p) {
+template <int TILE_KEYS>
+__device__ KDTREE_CALLED Schedule make_schedule(const VerifyParams& p) {
   auto plus = [](int a, int b) { return a + b; };
   auto larger = [](int a, int b) { return max(a, b); };
   long long total = 0;
   int on_line = 0, most_tiles = 0, most_blocks = 0, short_items = 0;
   for (int b = threadIdx.x & 31; b < p.bs; b += 32) {
-    const RequestSize size = size_request(p, b);
+    const RequestSize size = size_request<TILE_KEYS>(p, b);
     total += size.units(false);
     short_items += size.units(true);
     if (size.is_short) continue;
@@ -254,21 +296,25 @@ __device__ Schedule make_schedule(const VerifyParams& p) {
   }
   const int items = warp_reduce(on_line, plus) * (most_blocks = warp_reduce(most_blocks, larger));
   most_tiles = warp_reduce(most_tiles, larger);
+  const int workers = (int)max(1ll, min((long long)p.workers, total));
+  const bool alike = items > 0 && items <= workers && total == (long long)items * most_tiles;
   Schedule s;
-  s.tiles = total;
-  s.workers = (int)max(1ll, min((long long)p.workers, total));
   s.short_items = warp_reduce(short_items, plus);
-  const bool alike = total == (long long)items * most_tiles;
-  if (alike && items > 0 && items <= s.workers) s.workers = s.workers / items * items;
+  s.groups = alike ? items : 1;
+  s.group_tiles = alike ? most_tiles : total;
+  s.group_workers = alike ? workers / items : workers;
+  s.share = s.group_tiles / s.group_workers;
+  s.longer = (int)(s.group_tiles - s.share * s.group_workers);
   return s;
 }
 
 // One warp, all lanes: the item that holds a tile of the line, or the short item of that number. It must exist.
-__device__ Item find_item(const VerifyParams& p, long long position, bool of_short) {
+template <int TILE_KEYS>
+__device__ KDTREE_CALLED Item find_item(const VerifyParams& p, long long position, bool of_short) {
   const int lane = threadIdx.x & 31;
   long long before = 0;  // units of the requests already passed
   for (int b0 = 0; b0 < p.bs; b0 += 32) {
-    const RequestSize size = size_request(p, b0 + lane);
+    const RequestSize size = size_request<TILE_KEYS>(p, b0 + lane);
     const int units = size.units(of_short);
     // Inclusive prefix sum over the 32 requests; 32 bits hold it relative to `before` for any batch that fits a GPU's memory.
     int sum = units;
@@ -284,7 +330,8 @@ __device__ Item find_item(const VerifyParams& p, long long position, bool of_sho
       item.request = b0 + source;
       item.tiles = __shfl_sync(~0u, size.tiles, source);
       const long long request_start = before + __shfl_sync(~0u, sum - units, source);
-      item.row_block = (int)(of_short ? position - request_start : (position - request_start) / item.tiles);
+      const int within = (int)(position - request_start);
+      item.row_block = of_short ? within : within / item.tiles;
       item.first = of_short ? 0 : request_start + (long long)item.row_block * item.tiles;
       return item;
     }
@@ -293,38 +340,102 @@ __device__ Item find_item(const VerifyParams& p, long long position, bool of_sho
   return Item{0, 0, 1, position};
 }
 
+// What a worker does of one item: its tiles first to last - 1.
+struct Piece {
+  Item item;
+  int first, last;
+  __device__ __forceinline__ bool whole() const { return first == 0 && last == item.tiles; }
+};
+
+// The pieces of one worker: its short items first, dealt out from the last worker backwards, because the line may leave the last workers
+// without a stretch; then those of its stretch. One warp, all lanes.
+template <int TILE_KEYS>
+struct Pieces {
+  const VerifyParams& p;
+  const int worker, short_items;
+  int next_short, tiles_left;
+  long long position;  // on the line
+
+  __device__ __forceinline__ Pieces(const VerifyParams& params, const Schedule& schedule, int w)
+      : p(params), worker(w), short_items(schedule.short_items), next_short(p.workers - 1 - w) {
+    const bool has_stretch = worker < schedule.workers() && schedule.group_tiles > 0;
+    position = has_stretch ? schedule.stretch_start(worker) : 0;
+    tiles_left = has_stretch ? (int)(schedule.stretch_start(worker + 1) - position) : 0;
+  }
+
+  // False if there are no more.
+  __device__ __forceinline__ bool next(Piece& piece) const {
+    const bool is_short = next_short < short_items;
+    if (!is_short && tiles_left == 0) return false;
+    piece.item = find_item<TILE_KEYS>(p, is_short ? next_short : position, is_short);
+    piece.first = is_short ? 0 : (int)(position - piece.item.first);
+    piece.last = is_short ? piece.item.tiles : min(piece.item.tiles, piece.first + tiles_left);
+    return true;
+  }
+
+  // The piece is done. The position is worked out anew: while a piece lasts, nobody keeps it.
+  __device__ __forceinline__ void finish(const Piece& piece, const Schedule& schedule) {
+    if (next_short < short_items) {
+      next_short += p.workers;
+    } else {
+      tiles_left -= piece.last - piece.first;
+      position = schedule.stretch_start(worker + 1) - tiles_left;
+    }
+  }
+};
+
+// A worker starts at most one item that it does not finish, and finishes at most one that it did not start: two partial results a worker.
+__device__ __forceinline__ int partial_slot(int worker, bool starts_item) { return 2 * worker + (starts_item ? 1 : 0); }
+
+// Row of cut_items that describes an item: by item if there are no more items than workers, else by the worker that starts it.
+__device__ __forceinline__ int cut_item_row(const VerifyParams& p, int item, int worker) {
+  return p.bs * p.row_blocks <= p.workers ? item : worker;
+}
+
+// One thread: what combine must know of an item that this piece starts.
+__device__ __forceinline__ void announce(const VerifyParams& p, const Piece& piece, int worker, const Schedule& schedule) {
+  if (piece.first != 0) return;
+  // The last item that a worker starts is the one that may be cut, so what is said last is what counts.
+  const int number = piece.item.request * p.row_blocks + piece.item.row_block;
+  const int last_worker = piece.whole() ? worker : schedule.owner(piece.item.first + piece.item.tiles - 1);
+  p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
+}
+
+// Where a row of the output goes.
+__device__ __forceinline__ unsigned short* output_row(const VerifyParams& p, long long q_start, int row) {
+  return (unsigned short*)(p.out + (q_start + row / p.heads) * p.out_token_stride + (row % p.heads) * p.out_head_stride);
+}
+
 // ------------------------------------------------------------------------------------------------------------------- geometry of a block
 
 // ROW_TILES groups of 8 attention rows. The eight warps of a block are used in three ways:
 //   scores:  warp = key_group (2 groups of 16 keys) x quarter (4 quarters of the 576 columns): partial scores of all rows.
-//   softmax: warp n finishes row tile n: it sums the partial scores through shared memory and has all 32 keys of its 8 rows, so that a
-//            row's maximum and sum never leave the warp.
+//   softmax: each warp finishes ROW_TILES rows, a lane for each of the 32 keys: it sums the partial scores through shared memory, and a
+//   row's
+//            maximum and sum never leave the warp.
 //   values:  each warp owns 64 of the 512 output columns, all rows and all keys.
 template <int ROW_TILES>
 struct Geometry {
-  static_assert(ROW_TILES <= kThreads / 32, "one warp finishes each row tile");
   static constexpr int kRows = ROW_TILES * 8;
-  static constexpr int kProbStride = (ROW_TILES | 1) * 16;                            // an odd number of 16-byte units: no bank conflicts
-  static constexpr int kOffsetProb = kStages * kTileBytes;                            // P^T: [key][row]
-  static constexpr int kOffsetExchange = kOffsetProb + kTileKeys * kProbStride;       // [row tile][warp][lane] float4: partial scores
-  static constexpr int kOffsetRescale = kOffsetExchange + ROW_TILES * kThreads * 16;  // what a tile multiplies each row's output by
-  static constexpr int kOffsetMax = kOffsetRescale + kRows * 4;                       // maximum of each row, when the item is done
-  static constexpr int kOffsetSum = kOffsetMax + kRows * 4;                           // sum of each row, likewise
-  static constexpr int kOffsetItem = kOffsetSum + kRows * 4;                          // Item and Schedule, broadcast by warp 0
-  static constexpr int kSharedBytes = kOffsetItem + 64;
+  static constexpr int kWarpRows = kRows / (kThreads / 32);                  // rows whose softmax each warp does
+  static constexpr int kProbStride = kTileKeys * 2 + 16;                     // an odd number of 16-byte units: no bank conflicts
+  static constexpr int kOffsetProb = kStages * kTileBytes;                   // P: [row][key]
+  static constexpr int kOffsetExchange = kOffsetProb + kRows * kProbStride;  // partial scores, see exchange_slot
+  static constexpr int kOffsetRows =
+      kOffsetExchange + kQuarters * kRows * kTileKeys * 4;          // (what the last tile multiplied by, maximum so far)
+  static constexpr int kOffsetSum = kOffsetRows + kRows * 8;        // sum of each row, when the item is done
+  static constexpr int kOffsetToken = kOffsetSum + kRows * 4;       // draft token of each row
+  static constexpr int kOffsetSchedule = kOffsetToken + kRows * 4;  // in registers it would be in the way all the time
+  static constexpr int kSharedBytes = kOffsetSchedule + sizeof(Schedule);
+  static constexpr int kOffsetQueries = kTileBytes;                      // before the first tile: the queries, over all but stage 0
   static constexpr int kPartialFloat4 = 8 * kDimTiles * ROW_TILES * 32;  // accumulators of one block
+  static_assert(kOffsetQueries + kRows * kRowBytes <= kOffsetRows, "the queries fit where the first tile is not");
   static_assert(kSharedBytes <= 101376, "must fit the parts with 99 KB of shared memory a block: sm_86, sm_89, sm_120");
 };
 
-// What warp 0 tells the others.
-struct Broadcast {
-  Item item;
-  Schedule schedule;
-};
-static_assert(sizeof(Broadcast) <= 64, "Geometry::kOffsetItem reserves 64 bytes");
-
 // Byte offset of 16-byte unit `unit` of key `key` in a tile. Rows are 9 * 128 bytes, so without the XOR eight rows would hit the same
-// banks.
+// banks. Tiles start at multiples of 128 bytes: bits 4 to 6 of an address are the swizzled unit, and another unit of the same line is an
+// XOR away.
 __device__ __forceinline__ int tile_offset(int key, int unit) { return key * kRowBytes + (unit >> 3) * 128 + (((unit ^ key) & 7) << 4); }
 
 // -------------------------------------------------------------------------------------------------------------------- the main kernel
@@ -338,9 +449,9 @@ struct VerifyBlock {
   const int warp, lane;
   const int group, quad;         // of the mma fragments: lane = group * 4 + quad
   const int key_group, quarter;  // this warp's share of the score product
-  float* const s_rescale;
-  float* const s_max;
+  float2* const s_rows;
   float* const s_sum;
+  int* const s_token;
 
   // The current item.
   Request request;
@@ -349,9 +460,8 @@ struct VerifyBlock {
   long long mask_base;
   unsigned r_q[kKSteps][ROW_TILES][2];   // Q^T fragments of this warp's column quarter
   float r_out[kDimTiles][ROW_TILES][4];  // O^T accumulators: 64 columns x rows
-  float2 r_max;                          // of the rows that this thread finishes, 2 * quad and the next of row tile `warp`
-  float2 r_sum;                          // this thread's share of their sums
-  long long r_slot;                      // slot of the key that this thread copies next
+  float r_sum[G::kWarpRows];             // this lane's share of the sums of the rows that this warp finishes
+  int r_slot;                            // slot of the key that this thread copies next
 
   __device__ __forceinline__ VerifyBlock(const VerifyParams& params, unsigned char* memory)
       : p(params),
@@ -362,150 +472,190 @@ struct VerifyBlock {
         quad(lane & 3),
         key_group(warp & 1),
         quarter(warp >> 1),
-        s_rescale((float*)(memory + G::kOffsetRescale)),
-        s_max((float*)(memory + G::kOffsetMax)),
-        s_sum((float*)(memory + G::kOffsetSum)) {}
+        s_rows((float2*)(memory + G::kOffsetRows)),
+        s_sum((float*)(memory + G::kOffsetSum)),
+        s_token((int*)(memory + G::kOffsetToken)),
+        r_slot(0) {}
 
-  __device__ __forceinline__ bool finishes_rows() const { return warp < ROW_TILES; }
+  // The rows whose softmax this warp does: one of each row tile.
+  __device__ __forceinline__ int finished_row(int i) const { return i * 8 + warp; }
 
+  // Ready for an item. A barrier must follow.
   __device__ __forceinline__ void clear() {
-    r_max = make_float2(kNothingSeen, kNothingSeen);
-    r_sum = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < G::kWarpRows; i++) r_sum[i] = 0.f;
+    if (threadIdx.x < G::kRows) {
+      s_rows[threadIdx.x] = make_float2(1.f, kNothingSeen);
+      s_token[threadIdx.x] = (row_base + (int)threadIdx.x) / p.heads;
+    }
 #pragma unroll
     for (int i = 0; i < kDimTiles; i++)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; n++) r_out[i][n][0] = r_out[i][n][1] = r_out[i][n][2] = r_out[i][n][3] = 0.f;
   }
 
-  // The 16-column step number `step` of this warp. Quarter k takes steps 8k..8k+7, whole 128-byte lines, and one of the four rope steps.
-  __device__ __forceinline__ int column_step(int step) const { return step < 8 ? 8 * quarter + step : 32 + quarter; }
+  // Reads the slot of the key that this thread copies in a tile: one key for eight threads. Done a tile ahead of the copy, and turned into
+  // an address only there, so that nothing waits for it.
+  __device__ __forceinline__ void load_slot(int tile) {
+    const int column = min(tile * kTileKeys + (int)(threadIdx.x >> 3), request.prefix - 1);
+    if (column >= 0) r_slot = load_small_index(p.kv_indices, (long long)request.kv_start + column, p.wide_indices & kWideKvIdx);
+  }
 
-  // Q^T fragments straight from global memory: they stay in registers for the whole item. Rows that do not exist are zero.
+  // A copy of rows into shared memory that each thread takes part in with one 16-byte unit of each of nine lines.
+  struct RowCopy {
+    const unsigned char* source;
+    unsigned target;
+    int bytes;
+    __device__ __forceinline__ void start_line(int line) const { cp_async_16(target + line * 128, source + line * 128, bytes); }
+  };
+
+  // A tile of keys into a stage: prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.
+  __device__ __forceinline__ RowCopy plan_tile(int tile, int stage) const {
+    const int key = threadIdx.x >> 3, unit = threadIdx.x & 7;
+    const int column = tile * kTileKeys + key;
+    const unsigned char* source = p.kv_pool + (long long)r_slot * p.kv_slot_stride;
+    if (column >= request.prefix) {
+      const int draft = column < columns ? column - request.prefix : 0;
+      source = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
+    }
+    source += unit * 16;
+    keep_in_register(source);  // one address and nine offsets
+    const unsigned target = shared_address(shared + stage * kTileBytes) + tile_offset(key, unit);
+    return RowCopy{source, target, column < columns ? 16 : 0};
+  }
+
+  // The queries of the row block, as a tile is laid out. Rows that do not exist are zero.
+  __device__ __forceinline__ void copy_queries() const {
+#pragma unroll 1
+    for (int row = threadIdx.x >> 3; row < G::kRows; row += kThreads / 8) {
+      const int unit = threadIdx.x & 7, existing = row_base + (row < rows ? row : 0);
+      const unsigned char* source =
+          p.q + (long long)(request.q_start + existing / p.heads) * p.q_token_stride + existing % p.heads * p.q_head_stride;
+      const unsigned target = shared_address(shared + G::kOffsetQueries) + tile_offset(row, unit);
+      const RowCopy copy{source + unit * 16, target, row < rows ? 16 : 0};
+#pragma unroll
+      for (int line = 0; line < kLines; line++) copy.start_line(line);
+    }
+  }
+
+  // Q^T fragments into registers, where they stay for the whole item; the second key group's with the rows 2i and 2i + 1 exchanged, see
+  // exchange_slot. Quarter k has the 16-column steps 8k..8k+7, whole lines, and one of
+  // the four rope steps.
   __device__ __forceinline__ void load_queries() {
+    const unsigned queries = shared_address(shared + G::kOffsetQueries);
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-      const int row = n * 8 + group;
-      const bool exists = row < rows;
-      const int token = (row_base + (exists ? row : 0)) / p.heads, head = (row_base + (exists ? row : 0)) % p.heads;
-      const unsigned* words = (const unsigned*)(p.q + (request.q_start + token) * p.q_token_stride + head * p.q_head_stride) + quad;
+      const int row = n * 8 + ((lane & 7) ^ key_group);
 #pragma unroll
-      for (int step = 0; step < kKSteps; step++) {
-        const int word = column_step(step) * 8;
-        const unsigned lo = __ldg(words + word), hi = __ldg(words + word + 4);
-        r_q[step][n][0] = exists ? lo : 0u;
-        r_q[step][n][1] = exists ? hi : 0u;
+      for (int step = 0; step < kKSteps; step += 2) {
+        // Two steps at once; the last, of the rope, is alone and read twice.
+        const int unit = step < 8 ? quarter * 16 + step * 2 + (lane >> 3) : 64 + quarter * 2 + ((lane >> 3) & 1);
+        unsigned r_units[4];
+        ldmatrix_x4(r_units, queries + tile_offset(row, unit));
+        r_q[step][n][0] = r_units[0], r_q[step][n][1] = r_units[1];
+        if (step + 1 < kKSteps) r_q[step + 1][n][0] = r_units[2], r_q[step + 1][n][1] = r_units[3];
       }
     }
   }
 
-  // Reads the slot of the key that this thread copies in a tile: one key for eight threads. Done a tile ahead of the copy.
-  __device__ __forceinline__ void load_slot(int tile) {
-    if (request.prefix > 0) {
-      const int column = min(tile * kTileKeys + (int)(threadIdx.x >> 3), request.prefix - 1);
-      r_slot = load_index(p.kv_indices, request.kv_start + column, p.wide_indices & kWideKvIdx);
-    }
-  }
-
-  // Starts the copy of a tile of keys: prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.
-  __device__ __forceinline__ void copy_tile(int tile) {
-    const int key = threadIdx.x >> 3, unit = threadIdx.x & 7;
-    const int column = tile * kTileKeys + key;
-    const int bytes = column < columns ? 16 : 0;
-    const unsigned char* source =
-        p.k_extend + (request.q_start + (column < columns ? max(column - request.prefix, 0) : 0)) * p.k_extend_stride;
-    if (column < request.prefix) source = p.kv_pool + r_slot * p.kv_slot_stride;
-    source += unit * 16;
-    const unsigned target = shared_address(shared + (tile & 1) * kTileBytes) + tile_offset(key, unit);
+  // Bit i: this lane's key of a tile is visible to row i of this warp. Only tiles that reach beyond the prefix need a look at the mask.
+  __device__ __forceinline__ unsigned visible_rows(int tile) const {
+    if ((tile + 1) * kTileKeys <= request.prefix) return ~0u;
+    const int column = tile * kTileKeys + lane;
+    unsigned bits = 0;
 #pragma unroll
-    for (int line = 0; line < kRowBytes / 128; line++) cp_async_16(target + line * 128, source + line * 128, bytes);
-    cp_async_commit();
+    for (int i = 0; i < G::kWarpRows; i++) {
+      const int row = finished_row(i), token = s_token[row];
+      bool visible = column < columns && row < rows;
+      if (visible && column >= request.prefix)
+        visible = p.custom_mask ? p.custom_mask[mask_base + (long long)token * columns + column] != 0 : column - request.prefix <= token;
+      bits |= (unsigned)visible << i;
+    }
+    return bits;
   }
 
   // Partial scores of 16 keys x all rows over this warp's quarter of the columns.
-  __device__ __forceinline__ void score_product(unsigned tile_address, float (&r_part)[ROW_TILES][4]) const {
+  __device__ __forceinline__ void score_product(unsigned tile_address, const RowCopy& next, bool has_next,
+                                                float (&r_part)[ROW_TILES][4]) const {
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) r_part[n][0] = r_part[n][1] = r_part[n][2] = r_part[n][3] = 0.f;
     const int key = key_group * 16 + (lane & 15);
-    const unsigned row_address = tile_address + key * kRowBytes;
-    const unsigned first_unit = ((lane >> 4) ^ (key & 7)) << 4;  // unit 0 or 1 of a line, swizzled
+    // Two units a step: within a line of 128 bytes the swizzle is an XOR with the step, between lines an addition.
+    const unsigned line_address = tile_address + tile_offset(key, lane >> 4);
+    const unsigned quarter_address = line_address + quarter * 256, rope_address = (line_address ^ quarter << 5) + 1024;
+    auto load_keys = [&](int step, unsigned (&r_keys)[4]) {
+      ldmatrix_x4(r_keys, step < 8 ? (quarter_address ^ (step & 3) << 5) + (step >> 2) * 128 : rope_address);
+    };
+    unsigned r_keys[kKeysAhead + 1][4];
+#pragma unroll
+    for (int step = 0; step < kKeysAhead; step++) load_keys(step, r_keys[step]);
 #pragma unroll
     for (int step = 0; step < kKSteps; step++) {
-      // Two units a step: within a line the swizzle is an XOR with the step, between lines an addition.
-      const unsigned address = step < 8 ? row_address + quarter * 256 + (step >> 2) * 128 + (first_unit ^ ((step & 3) << 5))
-                                        : row_address + 1024 + (first_unit ^ (quarter << 5));
-      unsigned r_keys[4];
-      ldmatrix_x4(r_keys, address);
+      // The copy of the next tile is started on the way: all at once it would hold up the loads of the product.
+      if (has_next && step % 3 == 1)
 #pragma unroll
-      for (int n = 0; n < ROW_TILES; n++) mma_m16n8k16<Element>(r_part[n], r_keys, r_q[step][n][0], r_q[step][n][1]);
+        for (int line = step - 1; line < step + 2; line++) next.start_line(line);
+      if (step + kKeysAhead < kKSteps) load_keys(step + kKeysAhead, r_keys[(step + kKeysAhead) % (kKeysAhead + 1)]);
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++)
+        mma_m16n8k16<Element>(r_part[n], r_keys[step % (kKeysAhead + 1)], r_q[step][n][0], r_q[step][n][1]);
     }
   }
 
-  // Partial scores into shared memory, each row tile for the warp that finishes it. Ends with a barrier.
+  // Where a float4 of partial scores lies that the lane (group, quad) of a warp has of row tile n. Eight lanes of a store reach all banks,
+  // and so do the eight groups of one quad. The second key group has its pairs of rows the other way round (load_queries): when a row of
+  // all 32 keys is read, its banks are those that the first leaves free.
+  __device__ __forceinline__ static int exchange_slot(int part, int key_group, int n, int group, int quad) {
+    return (((part * 2 + key_group) * ROW_TILES + n) * 4 + quad) * 8 + (group ^ quad * 2);
+  }
+
+  // Partial scores into shared memory. Ends with a barrier.
   __device__ __forceinline__ void send_scores(const float (&r_part)[ROW_TILES][4]) const {
-    float4* const s_exchange = (float4*)(shared + G::kOffsetExchange) + threadIdx.x;
+    float4* const s_exchange = (float4*)(shared + G::kOffsetExchange) + exchange_slot(quarter, key_group, 0, group, quad);
 #pragma unroll
-    for (int n = 0; n < ROW_TILES; n++) s_exchange[n * kThreads] = make_float4(r_part[n][0], r_part[n][1], r_part[n][2], r_part[n][3]);
+    for (int n = 0; n < ROW_TILES; n++) s_exchange[n * 32] = make_float4(r_part[n][0], r_part[n][1], r_part[n][2], r_part[n][3]);
     __syncthreads();
   }
 
-  // The scores that this thread finishes, in log2 units: keys (4 groups of 8, `group` within each) x rows 2 * quad and the next.
-  __device__ __forceinline__ void sum_scores(float2 (&r_score)[kKeyGroups]) const {
-    const float4* const s_exchange = (const float4*)(shared + G::kOffsetExchange) + warp * kThreads + lane;
+  // Scores, in log2 units, to probabilities, P = exp2(score - running maximum), in shared memory. The maximum is exact at every tile: the
+  // largest weight of a row is then 1 and carries no rounding error, which a reference that lags behind would add to every row. The row
+  // sums are taken of the rounded values, as the product is. load_values() is called while the scores are on their way. True if a maximum
+  // has risen.
+  template <class LoadValues>
+  __device__ __forceinline__ bool softmax(unsigned visible, LoadValues load_values) {
+    const float* const s_score = (const float*)(shared + G::kOffsetExchange) + exchange_slot(0, lane >> 4, 0, lane & 7, warp >> 1) * 4 +
+                                 (lane >> 3 & 1) * 2 + ((warp ^ lane >> 4) & 1);
+    float r_score[G::kWarpRows], before[G::kWarpRows], highest[G::kWarpRows];
 #pragma unroll
-    for (int keys = 0; keys < 2; keys++) {
-      float4 sum = s_exchange[keys * 32];
+    for (int i = 0; i < G::kWarpRows; i++) {
+      float part[kQuarters];
 #pragma unroll
-      for (int part = 1; part < 4; part++) {
-        const float4 more = s_exchange[(part * 2 + keys) * 32];
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-      }
-      r_score[keys * 2] = make_float2(sum.x * p.scale_log2e, sum.y * p.scale_log2e);
-      r_score[keys * 2 + 1] = make_float2(sum.z * p.scale_log2e, sum.w * p.scale_log2e);
+      for (int k = 0; k < kQuarters; k++) part[k] = s_score[(k * 2 * ROW_TILES + i) * 128];
+      r_score[i] = ((part[0] + part[1]) + (part[2] + part[3])) * p.scale_log2e;
+      before[i] = s_rows[finished_row(i)].y;
     }
-  }
-
-  // What is not visible becomes -inf. Only tiles that reach beyond the prefix need a look at the mask.
-  __device__ __forceinline__ void mask_scores(int tile, float2 (&r_score)[kKeyGroups]) const {
-    if ((tile + 1) * kTileKeys <= request.prefix) return;
+    load_values();
+    if (visible != ~0u) {
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int row = warp * 8 + quad * 2 + e, token = (row_base + row) / p.heads;
-#pragma unroll
-      for (int keys = 0; keys < kKeyGroups; keys++) {
-        const int column = tile * kTileKeys + keys * 8 + group;
-        bool visible = column < columns && row < rows;
-        if (visible && column >= request.prefix)
-          visible = p.custom_mask ? p.custom_mask[mask_base + (long long)token * columns + column] != 0 : column - request.prefix <= token;
-        if (!visible) (e ? r_score[keys].y : r_score[keys].x) = __int_as_float(0xff800000);
-      }
+      for (int i = 0; i < G::kWarpRows; i++)
+        if (!(visible >> i & 1)) r_score[i] = __int_as_float(0xff800000);
     }
-  }
-
-  // Scores to probabilities, P = exp2(score - running maximum), in shared memory. The maximum is exact at every tile: the largest weight of
-  // a row is then 1 and carries no rounding error, which a reference that lags behind would add to every row. The row sums are taken of the
-  // rounded values, as the product is. True if a maximum has risen.
-  __device__ __forceinline__ bool softmax(const float2 (&r_score)[kKeyGroups]) {
-    float2 now = r_max;
 #pragma unroll
-    for (int keys = 0; keys < kKeyGroups; keys++) now = make_float2(fmaxf(now.x, r_score[keys].x), fmaxf(now.y, r_score[keys].y));
+    for (int i = 0; i < G::kWarpRows; i++) highest[i] = warp_max(r_score[i]);
+    bool risen = false;
+    unsigned short prob[G::kWarpRows];
 #pragma unroll
-    for (int offset = 4; offset < 32; offset <<= 1) {
-      now.x = fmaxf(now.x, __shfl_xor_sync(~0u, now.x, offset));
-      now.y = fmaxf(now.y, __shfl_xor_sync(~0u, now.y, offset));
+    for (int i = 0; i < G::kWarpRows; i++) {
+      highest[i] = fmaxf(before[i], highest[i]);
+      prob[i] = to_bits<Element>(exp2_approx(r_score[i] - highest[i]));
+      const float factor = exp2_approx(before[i] - highest[i]);
+      risen = risen || highest[i] > before[i];
+      r_sum[i] = r_sum[i] * factor + unpack2<Element>(prob[i]).x;
+      if (lane == 0) s_rows[finished_row(i)] = make_float2(factor, highest[i]);
     }
-    const float2 factor = make_float2(exp2_approx(r_max.x - now.x), exp2_approx(r_max.y - now.y));
-    const bool risen = now.x > r_max.x || now.y > r_max.y;
-    r_max = now;
-    r_sum = make_float2(r_sum.x * factor.x, r_sum.y * factor.y);
-    if (group == 0) *(float2*)&s_rescale[warp * 8 + quad * 2] = factor;
-    unsigned char* const s_prob = shared + G::kOffsetProb + group * G::kProbStride + warp * 16 + quad * 4;
+    unsigned char* const s_prob = shared + G::kOffsetProb + finished_row(0) * G::kProbStride + lane * 2;
 #pragma unroll
-    for (int keys = 0; keys < kKeyGroups; keys++) {
-      const unsigned packed = pack2<Element>(exp2_approx(r_score[keys].x - now.x), exp2_approx(r_score[keys].y - now.y));
-      const float2 rounded = unpack2<Element>(packed);
-      r_sum.x += rounded.x, r_sum.y += rounded.y;
-      *(unsigned*)(s_prob + keys * 8 * G::kProbStride) = packed;
-    }
+    for (int i = 0; i < G::kWarpRows; i++) *(unsigned short*)(s_prob + i * 8 * G::kProbStride) = prob[i];
     return risen;
   }
 
@@ -513,7 +663,7 @@ struct VerifyBlock {
   __device__ __forceinline__ void rescale_output() {
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-      const float2 factor = *(const float2*)&s_rescale[n * 8 + quad * 2];
+      const float2 factor = make_float2(s_rows[n * 8 + quad * 2].x, s_rows[n * 8 + quad * 2 + 1].x);
 #pragma unroll
       for (int i = 0; i < kDimTiles; i++) {
         r_out[i][n][0] *= factor.x, r_out[i][n][1] *= factor.y;
@@ -522,86 +672,96 @@ struct VerifyBlock {
     }
   }
 
-  // O^T += V^T P^T: V^T is the K tile read transposed, columns warp * 64 .. + 63.
-  __device__ __forceinline__ void value_product(unsigned tile_address) {
+  // V^T fragments of 16 keys x 16 columns: the K tile read transposed, columns warp * 64 + i * 16 on.
+  __device__ __forceinline__ void load_value(unsigned tile_address, int step, int i, unsigned (&r_value)[4]) const {
     const int key = (lane & 7) + ((lane >> 4) << 3);
-    const unsigned value_address = tile_address + key * kRowBytes + warp * 128;
-    const unsigned value_unit = (((lane >> 3) & 1) ^ (key & 7)) << 4;
-    const unsigned prob_address =
-        shared_address(shared + G::kOffsetProb) + ((lane & 7) + (((lane >> 3) & 1) << 3)) * G::kProbStride + ((lane >> 4) << 4);
-#pragma unroll
-    for (int step = 0; step < kTileKeys / 16; step++) {
-      unsigned r_prob[(ROW_TILES + 1) / 2][4];  // [pair of row tiles][2 registers of each]
-#pragma unroll
-      for (int pair = 0; pair < ROW_TILES / 2; pair++)
-        ldmatrix_x4_trans(r_prob[pair], prob_address + step * 16 * G::kProbStride + pair * 32);
-      if constexpr (ROW_TILES % 2 == 1) {
-        unsigned last[2];
-        ldmatrix_x2_trans(last, prob_address + step * 16 * G::kProbStride + (ROW_TILES / 2) * 32 - ((lane >> 4) << 4));
-        r_prob[ROW_TILES / 2][0] = last[0], r_prob[ROW_TILES / 2][1] = last[1];
-      }
-      unsigned r_value[kDimTiles][4];
-#pragma unroll
-      for (int i = 0; i < kDimTiles; i++) ldmatrix_x4_trans(r_value[i], value_address + step * 16 * kRowBytes + (value_unit ^ (i << 5)));
-#pragma unroll
-      for (int i = 0; i < kDimTiles; i++)
-#pragma unroll
-        for (int n = 0; n < ROW_TILES; n++)
-          mma_m16n8k16<Element>(r_out[i][n], r_value[i], r_prob[n / 2][(n & 1) * 2], r_prob[n / 2][(n & 1) * 2 + 1]);
-    }
+    const unsigned address = tile_address + tile_offset(key, warp * 8 + (lane >> 3 & 1));
+    ldmatrix_x4_trans(r_value, (address ^ i << 5) + step * 16 * kRowBytes);
   }
 
-  __device__ __forceinline__ void attend_tile(int tile, int last) {
-    const unsigned tile_address = shared_address(shared + (tile & 1) * kTileBytes);
+  // O^T += V^T P^T. The values of the first 16 keys are already there.
+  __device__ __forceinline__ void value_product(unsigned tile_address, unsigned (&r_value)[kDimTiles][4]) {
+    static_assert(kTileKeys == 32, "two steps of 16 keys");
+    const unsigned probs = shared_address(shared + G::kOffsetProb) + (lane & 7) * G::kProbStride;
+    unsigned r_prob[2][ROW_TILES][2];
+#pragma unroll
+    for (int n = 0; n + 1 < ROW_TILES; n += 2)
+#pragma unroll
+      for (int step = 0; step < 2; step++) {
+        unsigned r_pair[4];
+        ldmatrix_x4(r_pair, probs + (n + (lane >> 4)) * 8 * G::kProbStride + (step * 2 + ((lane >> 3) & 1)) * 16);
+        r_prob[step][n][0] = r_pair[0], r_prob[step][n][1] = r_pair[1];
+        r_prob[step][n + 1][0] = r_pair[2], r_prob[step][n + 1][1] = r_pair[3];
+      }
+    if constexpr (ROW_TILES % 2 == 1) {
+      unsigned r_last[4];
+      ldmatrix_x4(r_last, probs + (ROW_TILES - 1) * 8 * G::kProbStride + (lane >> 3) * 16);
+      r_prob[0][ROW_TILES - 1][0] = r_last[0], r_prob[0][ROW_TILES - 1][1] = r_last[1];
+      r_prob[1][ROW_TILES - 1][0] = r_last[2], r_prob[1][ROW_TILES - 1][1] = r_last[3];
+    }
+#pragma unroll
+    for (int i = 0; i < kDimTiles; i++) {
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++) mma_m16n8k16<Element>(r_out[i][n], r_value[i], r_prob[0][n][0], r_prob[0][n][1]);
+      load_value(tile_address, 1, i, r_value[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kDimTiles; i++)
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++) mma_m16n8k16<Element>(r_out[i][n], r_value[i], r_prob[1][n][0], r_prob[1][n][1]);
+  }
+
+  __device__ __forceinline__ void attend_tile(int tile, int last, int stage) {
+    const unsigned tile_address = shared_address(shared + stage * kTileBytes);
+    const unsigned visible = visible_rows(tile);  // read while the tile is still on its way
     cp_async_wait<0>();
     __syncthreads();  // the tile is complete, and nobody reads the other stage, P or the exchange area any more
-    if (tile + 1 < last) {
-      copy_tile(tile + 1);
-      load_slot(tile + 2);
-    }
+    const bool has_next = tile + 1 < last;
     {
       float r_part[ROW_TILES][4];
-      score_product(tile_address, r_part);
+      score_product(tile_address, plan_tile(tile + 1, stage ^ 1), has_next, r_part);
+      cp_async_commit();
+      load_slot(tile + 2);
       send_scores(r_part);
     }
-    bool risen = false;
-    if (finishes_rows()) {
-      float2 r_score[kKeyGroups];
-      sum_scores(r_score);
-      mask_scores(tile, r_score);
-      risen = softmax(r_score);
-    }
+    unsigned r_value[kDimTiles][4];
+    const bool risen = softmax(visible, [&] {
+#pragma unroll
+      for (int i = 0; i < kDimTiles; i++) load_value(tile_address, 0, i, r_value[i]);
+    });
     if (__syncthreads_or(risen)) rescale_output();  // P is complete
-    value_product(tile_address);
+    value_product(tile_address, r_value);
   }
 
-  // Tiles [first, last) of an item, into the accumulators. The first copies are on their way before the queries are read.
+  // Tiles [first, last) of an item, into the accumulators.
   __device__ __forceinline__ void attend(const Item& item, int first, int last) {
     request = load_request(p, item.request);
     columns = request.columns();
-    load_slot(first);
-    copy_tile(first);
-    load_slot(first + 1);
     row_base = item.row_block * p.rows_per_block;
     rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
+    load_slot(first);
     mask_base = p.custom_mask ? load_index(p.mask_indptr, item.request, p.wide_indices & kWideMask) : 0;
+    copy_queries();
+    const RowCopy copy = plan_tile(first, 0);
+#pragma unroll
+    for (int line = 0; line < kLines; line++) copy.start_line(line);
+    cp_async_commit();
+    load_slot(first + 1);
+    cp_async_wait<0>();
+    __syncthreads();  // the queries are complete, and nobody reads what the last item left
     load_queries();
     clear();
-    for (int tile = first; tile < last; tile++) attend_tile(tile, last);
+    __syncthreads();  // and in registers: stage 1, P and the exchange area are free
+    for (int tile = first; tile < last; tile++) attend_tile(tile, last, (tile - first) & 1);
   }
 
-  // Maxima and sums of the rows, for every thread of the block. Ends with a barrier.
+  // Sums of the rows, for every thread of the block. Ends with a barrier.
   __device__ __forceinline__ void publish_rows() {
-    if (finishes_rows()) {
 #pragma unroll
-      for (int offset = 4; offset < 32; offset <<= 1) {
-        r_sum.x += __shfl_xor_sync(~0u, r_sum.x, offset);
-        r_sum.y += __shfl_xor_sync(~0u, r_sum.y, offset);
-      }
-      if (group == 0) {
-        *(float2*)&s_max[warp * 8 + quad * 2] = r_max;
-        *(float2*)&s_sum[warp * 8 + quad * 2] = r_sum;
-      }
+    for (int i = 0; i < G::kWarpRows; i++) {
+#pragma unroll
+      for (int offset = 16; offset; offset >>= 1) r_sum[i] += __shfl_xor_sync(~0u, r_sum[i], offset);
+      if (lane == 0) s_sum[finished_row(i)] = r_sum[i];
     }
     __syncthreads();
   }
@@ -627,7 +787,7 @@ struct VerifyBlock {
   // The item goes on in another stretch: leave accumulators, maxima and sums for combine.
   __device__ __forceinline__ void write_partial(int slot) const {
     if (threadIdx.x < G::kRows)
-      p.partial_stats[(long long)slot * G::kRows + threadIdx.x] = make_float2(s_max[threadIdx.x], s_sum[threadIdx.x]);
+      p.partial_stats[(long long)slot * G::kRows + threadIdx.x] = make_float2(s_rows[threadIdx.x].y, s_sum[threadIdx.x]);
     float4* target = p.partial_out + (long long)slot * G::kPartialFloat4 + warp * kDimTiles * ROW_TILES * 32 + lane;
 #pragma unroll
     for (int i = 0; i < kDimTiles; i++)
@@ -635,73 +795,31 @@ struct VerifyBlock {
       for (int n = 0; n < ROW_TILES; n++)
         target[(i * ROW_TILES + n) * 32] = make_float4(r_out[i][n][0], r_out[i][n][1], r_out[i][n][2], r_out[i][n][3]);
   }
-
-  static __device__ __forceinline__ unsigned short* output_row(const VerifyParams& p, long long q_start, int row) {
-    return (unsigned short*)(p.out + (q_start + row / p.heads) * p.out_token_stride + (row % p.heads) * p.out_head_stride);
-  }
 };
 
-// A worker starts at most one item that it does not finish, and finishes at most one that it did not start: two partial results a worker.
-__device__ __forceinline__ int partial_slot(int worker, bool starts_item) { return 2 * worker + (starts_item ? 1 : 0); }
-
-// Row of cut_items that describes an item: by item if there are no more items than workers, else by the worker that starts it.
-__device__ __forceinline__ int cut_item_row(const VerifyParams& p, int item, int worker) {
-  return p.bs * p.row_blocks <= p.workers ? item : worker;
-}
-
-// Grid: (workers). Block: 256 threads, one warp schedules.
+// Grid: (workers). Block: 256 threads. Every warp works out the schedule for itself: sharing it would cost two barriers.
 template <class Element, int ROW_TILES>
 __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_DYNAMIC_SHARED(shared);
-  Broadcast* const s_broadcast = (Broadcast*)(shared + G::kOffsetItem);
   const int worker = blockIdx.x;
   VerifyBlock<Element, ROW_TILES> block(p, shared);
 
-  if (block.warp == 0) {
-    const Schedule schedule = make_schedule(p);
-    if (block.lane == 0) s_broadcast->schedule = schedule;
-  }
-  __syncthreads();
-  const Schedule schedule = s_broadcast->schedule;
+  const Schedule schedule = make_schedule<kTileKeys>(p);
+  Schedule* const s_schedule = (Schedule*)(shared + G::kOffsetSchedule);
+  if (threadIdx.x == 0) *s_schedule = schedule;
   const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
   if (rows_by_worker && threadIdx.x == 0) p.cut_items[worker] = make_int4(0, 0, -1, 0);
 
-  // Short items first, from the last worker backwards, because the line may leave the last workers without a stretch; then the stretch.
-  int next_short = p.workers - 1 - worker;
-  const bool has_stretch = worker < schedule.workers;
-  long long position = has_stretch ? schedule.stretch_start(worker) : 0;
-  const long long end = has_stretch ? schedule.stretch_start(worker + 1) : 0;
-  while (true) {
-    const bool is_short = next_short < schedule.short_items;
-    if (!is_short && position >= end) break;
-    if (block.warp == 0) {
-      const Item found = find_item(p, is_short ? next_short : position, is_short);
-      if (block.lane == 0) s_broadcast->item = found;
-    }
-    __syncthreads();  // the item is known; nobody is left in the attend of the last one, which ends with barriers
-    const Item item = s_broadcast->item;
-    const int first = is_short ? 0 : (int)(position - item.first);
-    const int last = is_short ? item.tiles : (int)min((long long)item.tiles, end - item.first);
-
-    block.attend(item, first, last);
+  Pieces<kTileKeys> pieces(p, schedule, worker);
+  for (Piece piece; pieces.next(piece); pieces.finish(piece, *s_schedule)) {
+    if (threadIdx.x == 0) announce(p, piece, worker, *s_schedule);
+    block.attend(piece.item, piece.first, piece.last);
     block.publish_rows();
-    const bool whole = first == 0 && last == item.tiles;
-    if (whole) {
+    if (piece.whole()) {
       block.write_output();
     } else {
-      block.write_partial(partial_slot(worker, first == 0));
-    }
-    if (first == 0 && threadIdx.x == 0) {
-      // The last item that a worker starts is the one that may be cut, so what is said last is what counts.
-      const int number = item.request * p.row_blocks + item.row_block;
-      const int last_worker = whole ? worker : schedule.owner(item.first + item.tiles - 1);
-      p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
-    }
-    if (is_short) {
-      next_short += p.workers;
-    } else {
-      position = item.first + last;
+      block.write_partial(partial_slot(worker, piece.first == 0));
     }
   }
 }
@@ -710,19 +828,34 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
 //
 // Merges the partial results of the items that were cut, in the order of the workers, so that the same input gives the same bits:
 //     M = max_s m_s,  out = sum_s 2^(m_s - M) * o_s / sum_s 2^(m_s - M) * l_s
-// Grid: (chunks, min(items, workers)). Block: 256 threads = 64 positions x 4 groups of splits; a position is a float4 of the accumulators.
+// A partial result has a fragment of 32 float4, one a lane, for each 16 columns (major) and 8 rows: the accumulators of mma.m16n8k16.
+//
+// Split s belongs to group s % 8; the groups are summed each on its own and then in their order, whoever does it. Few items with many
+// splits: the eight warps of a block share a fragment, a group each. Many items with few splits: each warp has a fragment to itself. Grid:
+// (ROW_TILES * 4 * p.fragment_warps, min(items, workers)). Block: 256 threads; all its fragments are of the same row tile.
 
-constexpr int kCombinePositions = 64;
-constexpr int kCombineGroups = kThreads / kCombinePositions;
-constexpr int kCombineRows = kCombinePositions / 32 * 8;  // rows that 64 positions touch: two row tiles
+constexpr int kCombineWarps = 8;
+constexpr int kCombineGroups = 8;
+constexpr int kCombineAhead = 4;  // partial results on their way while the weights are worked out, where warps share a fragment
+
+// total += weight * part, the two rows of a fragment's float4.
+__device__ __forceinline__ void add_weighted(float4& total, float2 weight, const float4& part) {
+  total.x = fmaf(weight.x, part.x, total.x), total.y = fmaf(weight.y, part.y, total.y);
+  total.z = fmaf(weight.x, part.z, total.z), total.w = fmaf(weight.y, part.w, total.w);
+}
+
+__device__ __forceinline__ void add(float4& total, const float4& part) {
+  total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+}
 
 template <class Element, int ROW_TILES>
 __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
-  using G = Geometry<ROW_TILES>;
+  constexpr int kRows = ROW_TILES * 8, kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;
   KDTREE_DYNAMIC_SHARED(shared);
-  float4* const s_reduce = (float4*)shared;                       // [4 groups][64 positions]
-  float* const s_inverse = (float*)(shared + kThreads * 16);      // [16 rows]
-  float* const s_weight = (float*)(shared + kThreads * 16 + 64);  // [splits][16 rows]
+  float4* const s_reduce = (float4*)shared;                             // [8 warps][32 lanes]
+  float* const s_inverse = (float*)(shared + kCombineWarps * 512);      // [8 rows]
+  float* const s_weight = (float*)(shared + kCombineWarps * 512 + 32);  // [splits][8 rows]
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane & 3;
 
   int item = blockIdx.y;
   const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
@@ -737,68 +870,98 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   if (splits <= 1) return;
   auto slot = [&](int split) { return (long long)partial_slot(first_worker + split, split == 0); };
 
-  const Request request = load_request(p, item / p.row_blocks);
-  const int row_base = item % p.row_blocks * p.rows_per_block;
-  const int rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
-  const int position = threadIdx.x % kCombinePositions, split_group = threadIdx.x / kCombinePositions;
+  const bool shared_fragment = p.fragment_warps == kCombineWarps;
+  const int row_tile = blockIdx.x % ROW_TILES, part_of_columns = blockIdx.x / ROW_TILES;
+  const int column_tile = shared_fragment ? part_of_columns : part_of_columns * kCombineWarps + warp;
+  const float4* const source = p.partial_out + (column_tile * ROW_TILES + row_tile) * 32 + lane;
+  auto load_part = [&](int split) {
+    return split < splits ? __ldcs(source + slot(split) * kPartialFloat4) : make_float4(0.f, 0.f, 0.f, 0.f);
+  };
 
-  for (int chunk = blockIdx.x; chunk < G::kPartialFloat4 / kCombinePositions; chunk += gridDim.x) {
-    // Weights: 16 threads a row, each a share of the splits.
-    {
-      const int weight_row = threadIdx.x / 16, share = threadIdx.x % 16;
-      const int row = (chunk * 2 + weight_row / 8) % ROW_TILES * 8 + weight_row % 8;
-      float highest = kNothingSeen, sum = 0.f;
-      for (int s = share; s < splits; s += 16) highest = fmaxf(highest, p.partial_stats[slot(s) * G::kRows + row].x);
+  // The first partial results are under way before anything waits for the weights. Warps that share a fragment take every eighth split.
+  float4 r_part[kCombineGroups];
 #pragma unroll
-      for (int offset = 8; offset; offset >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-      for (int s = share; s < splits; s += 16) {
-        const float2 stats = p.partial_stats[slot(s) * G::kRows + row];
-        const float weight = exp2_approx(stats.x - highest);
-        s_weight[s * kCombineRows + weight_row] = weight;
-        sum += weight * stats.y;
-      }
+  for (int i = 0; i < kCombineGroups; i++)
+    if (!shared_fragment || i < kCombineAhead) r_part[i] = load_part(shared_fragment ? warp + i * kCombineGroups : i);
+
+  // Weights: a warp for each of the eight rows.
+  {
+    const float2* const stats = p.partial_stats + row_tile * 8 + warp;
+    const float2 own = lane < splits ? stats[slot(lane) * kRows] : make_float2(kNothingSeen, 0.f);
+    float highest = own.x, sum = 0.f;
+    for (int s = lane + 32; s < splits; s += 32) highest = fmaxf(highest, stats[slot(s) * kRows].x);
 #pragma unroll
-      for (int offset = 8; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (share == 0) s_inverse[weight_row] = sum == 0.f ? 0.f : 1.f / sum;
+    for (int offset = 16; offset; offset >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+    for (int s = lane; s < splits; s += 32) {
+      const float2 of_split = s == lane ? own : stats[slot(s) * kRows];
+      const float weight = exp2_approx(of_split.x - highest);
+      s_weight[s * 8 + warp] = weight;
+      sum += weight * of_split.y;
     }
-    __syncthreads();
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane == 0) s_inverse[warp] = sum == 0.f ? 0.f : 1.f / sum;
+  }
+  __syncthreads();
+  auto weight = [&](int split) { return split < splits ? *(const float2*)&s_weight[split * 8 + quad * 2] : make_float2(0.f, 0.f); };
 
-    const int lane = position & 31, fragment = chunk * 2 + position / 32;
-    const int weight_row = position / 32 * 8 + (lane & 3) * 2;
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-    const float4* source = p.partial_out + chunk * kCombinePositions + position;
-#pragma unroll 4
-    for (int s = split_group; s < splits; s += kCombineGroups) {
-      const float4 part = __ldcs(source + slot(s) * G::kPartialFloat4);
-      const float2 weight = *(const float2*)&s_weight[s * kCombineRows + weight_row];
-      total.x += weight.x * part.x, total.y += weight.y * part.y;
-      total.z += weight.x * part.z, total.w += weight.y * part.w;
+  float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (shared_fragment) {
+    for (int first = warp; first < splits; first += kCombineAhead * kCombineGroups) {
+      float4 r_next[kCombineAhead];
+#pragma unroll
+      for (int i = 0; i < kCombineAhead; i++) r_next[i] = load_part(first + (kCombineAhead + i) * kCombineGroups);
+#pragma unroll
+      for (int i = 0; i < kCombineAhead; i++) add_weighted(total, weight(first + i * kCombineGroups), r_part[i]);
+#pragma unroll
+      for (int i = 0; i < kCombineAhead; i++) r_part[i] = r_next[i];
     }
     s_reduce[threadIdx.x] = total;
     __syncthreads();
-    if (split_group == 0) {
+    if (warp != 0) return;
+    total = s_reduce[lane];
 #pragma unroll
-      for (int g = 1; g < kCombineGroups; g++) {
-        const float4 part = s_reduce[g * kCombinePositions + position];
-        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-      }
-      const int row = fragment % ROW_TILES * 8 + (lane & 3) * 2, dim_tile = fragment / ROW_TILES;
-      const int column = dim_tile / kDimTiles * 64 + dim_tile % kDimTiles * 16 + (lane >> 2);
-      const float2 inverse = *(const float2*)&s_inverse[weight_row];
-      if (row < rows) {
-        unsigned short* target = VerifyBlock<Element, ROW_TILES>::output_row(p, request.q_start, row_base + row) + column;
-        target[0] = to_bits<Element>(total.x * inverse.x);
-        target[8] = to_bits<Element>(total.z * inverse.x);
-      }
-      if (row + 1 < rows) {
-        unsigned short* target = VerifyBlock<Element, ROW_TILES>::output_row(p, request.q_start, row_base + row + 1) + column;
-        target[0] = to_bits<Element>(total.y * inverse.y);
-        target[8] = to_bits<Element>(total.w * inverse.y);
-      }
+    for (int group = 1; group < kCombineGroups; group++) add(total, s_reduce[group * 32 + lane]);
+  } else {
+    float4 r_group[kCombineGroups];
+#pragma unroll
+    for (int group = 0; group < kCombineGroups; group++) {
+      r_group[group] = make_float4(0.f, 0.f, 0.f, 0.f);
+      add_weighted(r_group[group], weight(group), r_part[group]);
     }
-    __syncthreads();  // weights and sums are free for the next chunk
+    for (int first = kCombineGroups; first < splits; first += kCombineGroups) {
+#pragma unroll
+      for (int group = 0; group < kCombineGroups; group++) r_part[group] = load_part(first + group);
+#pragma unroll
+      for (int group = 0; group < kCombineGroups; group++) add_weighted(r_group[group], weight(first + group), r_part[group]);
+    }
+    total = r_group[0];
+#pragma unroll
+    for (int group = 1; group < kCombineGroups; group++) add(total, r_group[group]);
+  }
+
+  const Request request = load_request(p, item / p.row_blocks);
+  const int row_base = item % p.row_blocks * p.rows_per_block;
+  const int rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
+  const int row = row_tile * 8 + quad * 2, column = column_tile * 16 + (lane >> 2);
+  const float2 inverse = *(const float2*)&s_inverse[quad * 2];
+  if (row < rows) {
+    unsigned short* target = output_row(p, request.q_start, row_base + row) + column;
+    target[0] = to_bits<Element>(total.x * inverse.x);
+    target[8] = to_bits<Element>(total.z * inverse.x);
+  }
+  if (row + 1 < rows) {
+    unsigned short* target = output_row(p, request.q_start, row_base + row + 1) + column;
+    target[0] = to_bits<Element>(total.y * inverse.y);
+    target[8] = to_bits<Element>(total.w * inverse.y);
   }
 }
+
+// The other configuration: where the compiler has its instructions, or g++ their emulation.
+#if defined(KDTREE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define KDTREE_WITH_HOPPER
+#include "hopper.cuh"
+#endif
 
 // ------------------------------------------------------------------------------------------------------------------------------ kernels
 //
@@ -812,17 +975,36 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   DO(fp16, Fp16, 16, argument)                \
   DO(fp16, Fp16, 32, argument)                \
   DO(fp16, Fp16, 40, argument)
+#define KDTREE_FOR_EACH_HOPPER_VARIANT(DO, argument) \
+  DO(bf16, Bf16, 32, argument)                      \
+  DO(bf16, Bf16, 64, argument)                      \
+  DO(bf16, Bf16, 72, argument)                      \
+  DO(fp16, Fp16, 32, argument)                      \
+  DO(fp16, Fp16, 64, argument)                      \
+  DO(fp16, Fp16, 72, argument)
 // clang-format on
 
-#define KDTREE_DEFINE(TYPE, Element, ROWS, _)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads, 1) verify_attn_##TYPE##_r##ROWS(const VerifyParams p) {    \
-    verify_attention<Element, ROWS / 8>(p);                                                                         \
-  }                                                                                                                 \
-  extern "C" __global__ void __launch_bounds__(kThreads, 4) combine_splits_##TYPE##_r##ROWS(const VerifyParams p) { \
-    combine_splits<Element, ROWS / 8>(p);                                                                           \
+#define KDTREE_DEFINE(TYPE, Element, ROWS, _)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1) verify_attn_##TYPE##_r##ROWS(const __grid_constant__ VerifyParams p) {    \
+    verify_attention<Element, ROWS / 8>(p);                                                                                           \
+  }                                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_r##ROWS(const __grid_constant__ VerifyParams p) { \
+    combine_splits<Element, ROWS / 8>(p);                                                                                             \
   }
 KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
 
-// For the CPU build, which finds kernels by name: X(name) for each of them.
+#ifdef KDTREE_WITH_HOPPER
+#define KDTREE_DEFINE_HOPPER(TYPE, Element, ROWS, _)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(hopper::kThreads, 1) verify_attn_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) { \
+    hopper::verify_attention<Element, ROWS / 8>(p);                                                                                        \
+  }                                                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) {      \
+    combine_splits<Element, ROWS / 8>(p);                                                                                                  \
+  }
+KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_DEFINE_HOPPER, )
+#endif
+
+// For the CPU build, which has all kernels and finds them by name: X(name) for each of them.
 #define KDTREE_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_r##ROWS) X(combine_splits_##TYPE##_r##ROWS)
-#define KDTREE_FOR_EACH_KERNEL(X) KDTREE_FOR_EACH_VARIANT(KDTREE_NAMES, X)
+#define KDTREE_HOPPER_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_h##ROWS) X(combine_splits_##TYPE##_h##ROWS)
+#define KDTREE_FOR_EACH_KERNEL(X) KDTREE_FOR_EACH_VARIANT(KDTREE_NAMES, X) KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_HOPPER_NAMES, X)

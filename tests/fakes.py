@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kdtree_patch.tiles import CONFIGS
 from tests.support.cases import Case, make_case
 from tests.support.reference import attention
 
@@ -70,6 +71,7 @@ class FakeKernel:
     def __init__(self, mark: float = 0.0, error: Exception | None = None, device: str = "cpu"):
         self.device = torch.device(device)
         self.target = "host"
+        self.config = CONFIGS["portable"]
         self.mark = mark
         self.error = error
         self.calls: list[dict[str, Any]] = []

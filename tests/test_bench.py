@@ -24,7 +24,6 @@ from kdtree_patch.bench_shapes import (
     PORTABLE_SHAPES,
     SHAPES,
     SWEEP,
-    BenchError,
     Shape,
     floor_us,
     moved_bytes,
@@ -507,28 +506,17 @@ def test_flashinfer_gets_prefix_and_drafts_at_page_size_one(monkeypatch: pytest.
     assert (planned["num_heads"], planned["head_dim_ckv"], planned["head_dim_kpe"]) == (4, 512, 64)
 
 
-def test_configuration_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`load` of this version may not know configurations yet; then only portable can be asked for."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def load(device: torch.device) -> str:
-        return "kernel"
-
-    monkeypatch.setattr(bench_measure.VerifyKernel, "load", load)
-    assert bench_measure.load_kernel() == bench_measure.load_kernel("portable") == "kernel"
-    with pytest.raises(BenchError, match="no configuration hopper, only portable"):
-        bench_measure.load_kernel("hopper")
-
-
 def test_configuration_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def load(device: torch.device, config: str | None = None) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(name=config or "own"))
+    def load(device: torch.device, config: str) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(name=config))
 
     monkeypatch.setattr(bench_measure.VerifyKernel, "load", load)
-    assert bench_measure.config_of(bench_measure.load_kernel("hopper")) == "hopper"
-    assert bench_measure.config_of(bench_measure.load_kernel()) == "own"
+    assert bench_measure.load_kernel("hopper").config.name == "hopper"
+    for capability, own in (((9, 0), "hopper"), ((12, 0), "portable"), ((8, 0), "portable")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert bench_measure.load_kernel().config.name == own
 
 
 # ------------------------------------------------------------------------------------------------------------ host time

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from kdtree_patch import bench, bench_predict, bench_report
-from kdtree_patch.bench_predict import GPUS, REFERENCES, Counts, Gpu, Model, count, deal
+from kdtree_patch.bench_predict import GPUS, PORTABLE, REFERENCES, Counts, Gpu, Model, count, deal
 from kdtree_patch.bench_shapes import SHAPES, BenchError, Shape, moved_bytes
 from kdtree_patch.compile import cached_binary
-from kdtree_patch.tiles import TILE_KEYS, cut_rows
 from tests.support.bench import RUN, Command, bench_command, stored
 from tests.support.cases import host_kernel, make_case
 
@@ -32,8 +31,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def forty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 32 keys, 72 rows cut into two blocks of 40: what the numbers below were worked out with."""
     cut = SimpleNamespace(row_blocks=2, rows_per_block=40, variant=SimpleNamespace(rows=40))
-    monkeypatch.setattr(bench_predict, "TILE_KEYS", 32)
-    monkeypatch.setattr(bench_predict, "cut_rows", lambda q_len, heads: cut)
+    monkeypatch.setattr(bench_predict, "PORTABLE", SimpleNamespace(tile_keys=32, cut_rows=lambda q_len, heads: cut))
 
 
 # -------------------------------------------------------------------------------------------------------------- counts
@@ -63,12 +61,18 @@ def test_tiles_are_dealt_out_as_the_kernel_does() -> None:
         prefix = rnd.choice([1, 31, 31, 32, 65, 130])
         kernel = host_kernel(library, workers=workers)
         make_case([prefix] * bs, q_len, heads).launch(kernel)
-        cut = cut_rows(q_len, heads)
-        item_tiles = -(-(prefix + q_len) // TILE_KEYS)
+        cut = PORTABLE.cut_rows(q_len, heads)
+        item_tiles = -(-(prefix + q_len) // PORTABLE.tile_keys)
         items = bs * cut.row_blocks
         rows = kernel.cut_items.view(workers, 4)[: min(items, workers)].tolist()
         partials = sum(last - first + 1 for _, first, last, _ in rows if last > first)
-        assert deal(items, item_tiles, workers, prefix < TILE_KEYS)[1] == partials, (bs, q_len, heads, prefix, workers)
+        assert deal(items, item_tiles, workers, prefix < PORTABLE.tile_keys)[1] == partials, (
+            bs,
+            q_len,
+            heads,
+            prefix,
+            workers,
+        )
 
 
 def test_counts_of_a_call(forty_rows: None) -> None:

@@ -76,7 +76,7 @@ def error_lines(text: str) -> list[str]:
         ((8, 0), "sm_80"),
         ((8, 6), "sm_86"),
         ((8, 9), "sm_89"),
-        ((9, 0), "sm_90"),
+        ((9, 0), "sm_90a"),
         ((10, 0), "sm_100"),
         ((10, 3), "sm_100"),
         ((12, 0), "sm_120"),
@@ -318,6 +318,17 @@ def test_source_error_shows_the_first_lines_of_the_log(tmp_path: Path):
     assert "\n" not in str(caught.value)
 
 
+def test_headers_beside_the_source_reach_nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And only those: one of the same name in the directory of the service is somebody else's."""
+    kernels = kernels_folder(tmp_path, '#include "part.cuh"\nextern "C" __global__ void KERNEL() {}\n')
+    service = tmp_path / "service"
+    service.mkdir()
+    (service / "part.cuh").write_text("#define KERNEL theirs\n")
+    monkeypatch.chdir(service)
+    (kernels / "part.cuh").write_text("#define KERNEL ours\n")
+    assert [kernel.name for kernel in compile_cubin("sm_80", kernels).kernels] == ["ours"]
+
+
 def test_source_missing(tmp_path: Path):
     for target in ("sm_90", "host"):
         with pytest.raises(CompileError, match="the installation is not complete") as caught:
@@ -512,6 +523,20 @@ def test_target_options_compiler_and_version_are_in_the_name(
     plan()
     names.append(compiling._plan("sm_90a", cuda_kernels, tmp_path / "cache").key)
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "host"])
+def test_headers_beside_the_source_are_in_the_name(target: str, tmp_path: Path, cuda_kernels: Path):
+    keys = []
+    for change in (
+        lambda header: None,
+        lambda header: header.write_text("// one\n"),
+        lambda header: header.write_text("// two\n"),
+        lambda header: header.rename(header.with_name("other.cuh")),
+    ):
+        change(cuda_kernels / "part.cuh")
+        keys.append(compiling._plan(target, cuda_kernels, tmp_path / "cache").key)
+    assert len(set(keys)) == len(keys)
 
 
 def test_source_that_changes_while_it_is_compiled(tmp_path: Path, host_kernels: Path, monkeypatch: pytest.MonkeyPatch):
@@ -758,7 +783,7 @@ def small_kernels(cuda_kernels: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     """The command on a small source, of which it expects only what is in it."""
     real = compile_command.examine
     monkeypatch.setattr(compile_command, "examine", lambda target, cache_dir: real(target, cache_dir, cuda_kernels))
-    monkeypatch.setattr(compile_command, "dynamic_shared", lambda: {"answer": 1024})
+    monkeypatch.setattr(compile_command, "dynamic_shared", lambda target: {"answer": 1024})
     monkeypatch.setenv("KDTREE_CACHE_DIR", str(tmp_path / "cache"))
     return cuda_kernels
 
@@ -793,7 +818,7 @@ def test_command_finds_spills(small_kernels: Path, capsys: pytest.CaptureFixture
 def test_command_finds_too_much_shared_memory(
     small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compile_command, "dynamic_shared", lambda: {"answer": 101_377})
+    monkeypatch.setattr(compile_command, "dynamic_shared", lambda target: {"answer": 101_377})
     assert command("--arch", "sm_80") == 1
     assert "answer takes 101377 bytes of shared memory, more than 101376" in capsys.readouterr().out
 
@@ -801,25 +826,37 @@ def test_command_finds_too_much_shared_memory(
 def test_command_does_not_make_up_what_depends_on_the_gpu(
     small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compile_command, "dynamic_shared", lambda: {"answer": None})
+    monkeypatch.setattr(compile_command, "dynamic_shared", lambda target: {"answer": None})
     assert command("--arch", "sm_80") == 0
     assert re.search(r"^  answer +\d+ +0 +0 +-$", capsys.readouterr().out, re.MULTILINE)
     assert command("--arch", "sm_80", "--json") == 0
     assert json.loads(capsys.readouterr().out)["targets"][0]["kernels"][0]["shared"] is None
 
 
-def test_command_knows_every_kernel_and_what_it_asks_for():
-    asked = compile_command.dynamic_shared()
+@pytest.mark.parametrize(
+    ("target", "configurations"),
+    [("sm_80", ("portable",)), ("sm_90", ("portable",)), ("sm_90a", ("portable", "hopper"))],
+)
+def test_command_knows_every_kernel_and_what_it_asks_for(target: str, configurations: tuple[str, ...]):
+    asked = compile_command.dynamic_shared(target)
+    variants = [variant for name in configurations for variant in tiles.CONFIGS[name].variants]
     assert {name for name, size in asked.items() if size is None} == {
-        variant.combine_name(element) for variant in tiles.VARIANTS for element in tiles.ELEMENTS
+        variant.combine_name(element) for variant in variants for element in tiles.ELEMENTS
     }
-    assert asked["verify_attn_bf16_r40"] == tiles.VARIANTS[-1].shared_bytes
+    for variant in variants:
+        assert asked[variant.kernel_name("bf16")] == variant.shared_bytes
+
+
+def test_command_allows_each_kernel_what_its_parts_allow():
+    assert compile_command.shared_limit("verify_attn_bf16_h72") == 232_448
+    assert compile_command.shared_limit("verify_attn_bf16_r40") == 101_376
+    assert compile_command.shared_limit("anything") == 101_376
 
 
 def test_command_finds_a_missing_kernel(
     small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compile_command, "dynamic_shared", lambda: {"answer": 0, "other": 0})
+    monkeypatch.setattr(compile_command, "dynamic_shared", lambda target: {"answer": 0, "other": 0})
     assert command("--arch", "sm_80") == 1
     assert "other is not in the cubin" in capsys.readouterr().out
 
@@ -842,7 +879,7 @@ def test_command_takes_the_gpus_of_the_host(
     assert re.findall(r"^sm_\d+", capsys.readouterr().out, re.MULTILINE) == ["sm_89"]
     monkeypatch.setattr(compiling, "visible_targets", lambda: [])
     assert command() == 0
-    assert tuple(re.findall(r"^sm_\d+", capsys.readouterr().out, re.MULTILINE)) == compiling.GPU_TARGETS
+    assert tuple(re.findall(r"^sm_\d+a?", capsys.readouterr().out, re.MULTILINE)) == compiling.GPU_TARGETS
 
 
 def test_wrong_usage(small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -142,6 +142,8 @@ def check(outcomes: list[Outcome], expected: np.ndarray, right: bool) -> None:
         (0, 5, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
         (0, 6, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
         (0, 7, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
+        (0, 8, None),
+        (0, 9, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
         (1, 0, None),
         (1, 1, None),  # bulk copies need no fence
         (1, 2, "race at offset .*bulk copy in flight of line .*, against wgmma at line|race .*wgmma at line"),

@@ -8,6 +8,8 @@ suite.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary
-from kdtree_patch.kernel import PARAMS, host_launcher
+from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, choose_config, host_launcher
 from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
@@ -25,11 +27,18 @@ def library() -> Path:
     return cached_binary("host")
 
 
+@pytest.fixture(params=tiles.CONFIGS)
+def new_kernel(library: Path, request: pytest.FixtureRequest) -> Callable[..., VerifyKernel]:
+    """Makes a kernel of each configuration: `new_kernel(seed, workers)`."""
+    return partial(host_kernel, library, config=request.param)
+
+
 def fuzz(count: int) -> list[tuple[int, list[int], int, int, str, torch.dtype, int]]:
     rnd = random.Random(1)
     cases = []
     for seed in range(count):
-        prefixes = [rnd.choice([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130]) for _ in range(rnd.randint(1, 4))]
+        lengths = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 130]
+        prefixes = [rnd.choice(lengths) for _ in range(rnd.randint(1, 4))]
         q_len, heads = rnd.choice([(1, 1), (9, 8), (2, 8), (17, 3), (5, 9), (65, 1), (4, 16), (1, 63), (3, 8), (8, 8)])
         mask, dtype = rnd.choice(["tree", "none", "zero_row"]), rnd.choice([torch.float16, torch.bfloat16])
         cases.append((seed, prefixes, q_len, heads, mask, dtype, rnd.randint(1, 9)))
@@ -37,30 +46,30 @@ def fuzz(count: int) -> list[tuple[int, list[int], int, int, str, torch.dtype, i
 
 
 @pytest.mark.parametrize("seed, prefixes, q_len, heads, mask, dtype, workers", fuzz(24))
-def test_fuzz_against_float64(library, seed, prefixes, q_len, heads, mask, dtype, workers) -> None:
+def test_fuzz_against_float64(new_kernel, seed, prefixes, q_len, heads, mask, dtype, workers) -> None:
     case = make_case(prefixes, q_len, heads, dtype=dtype, mask=mask, seed=seed, slack=40)
-    case.launch(host_kernel(library, seed, workers))
+    case.launch(new_kernel(seed, workers))
     assert rel(case.out, reference(case)) < LIMIT[dtype]
 
 
-def test_most_heads_and_a_long_draft(library) -> None:
+def test_most_heads_and_a_long_draft(new_kernel) -> None:
     """128 heads and q_len 256, the largest of each, on the smallest other side."""
     for q_len, heads in ((1, 128), (256, 1)):
         case = make_case([40], q_len, heads)
-        assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+        assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8])
 @pytest.mark.parametrize("wide", ["qo_dtype", "kv_indptr_dtype", "kv_indices_dtype", "mask_indptr_dtype", None])
-def test_each_index_dtype(library, wide, mask_dtype) -> None:
+def test_each_index_dtype(new_kernel, wide, mask_dtype) -> None:
     """One tensor is int64 and the others int32, so that a flag mixed up with another one shows."""
     names = ("qo_dtype", "kv_indptr_dtype", "kv_indices_dtype", "mask_indptr_dtype")
     dtypes = {name: torch.int64 if name == wide else torch.int32 for name in names}
     case = make_case([33, 0, 5], 3, 8, mask_dtype=mask_dtype, **dtypes)
-    assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+    assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[torch.float16]
 
 
-def test_strided_queries_pool_and_output(library) -> None:
+def test_strided_queries_pool_and_output(new_kernel) -> None:
     """q as a slice of a wider row, a pool with gaps between slots, an output that is part of a larger one."""
     plain = make_case([37, 2], 4, 3)
     case = make_case([37, 2], 4, 3)
@@ -70,22 +79,22 @@ def test_strided_queries_pool_and_output(library) -> None:
     case.kv_pool = wide_pool[..., :576].copy_(case.kv_pool)
     wide_out = torch.full((8, 5, 512), 7.0, dtype=torch.float16)
     case.out = wide_out[:, 1:4]
-    kernel = host_kernel(library)
+    kernel = new_kernel()
     assert torch.equal(case.launch(kernel), plain.launch(kernel))
     assert bool((wide_out[:, 0] == 7).all()) and bool((wide_out[:, 4] == 7).all()), (
         "heads that are not ours were written"
     )
 
 
-def test_a_row_that_sees_nothing_is_zero(library) -> None:
+def test_a_row_that_sees_nothing_is_zero(new_kernel) -> None:
     case = make_case([0, 40], 9, 8, mask="zero_row")
-    case.launch(host_kernel(library))
+    case.launch(new_kernel())
     assert torch.count_nonzero(case.out[1]) == 0
     assert torch.isfinite(case.out).all()
 
 
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
-def test_extreme_scores(library, magnitude) -> None:
+def test_extreme_scores(new_kernel, magnitude) -> None:
     """Scores of +-1e4, and small differences between them. A softmax that flat has more rounding of P: 0.0025."""
     case = make_case([70], 2, 8, dtype=torch.bfloat16)
     case.q[...] = 1.0
@@ -94,26 +103,26 @@ def test_extreme_scores(library, magnitude) -> None:
         keys[..., 512:] = magnitude / (64 * case.scale)
         if keys is not case.k_extend:
             case.kv_pool[case.kv_indices] = keys
-    assert rel(case.launch(host_kernel(library)), reference(case)) < 0.0025
+    assert rel(case.launch(new_kernel()), reference(case)) < 0.0025
 
 
-def test_scores_that_overflow_give_zero_whole_or_cut(library) -> None:
+def test_scores_that_overflow_give_zero_whole_or_cut(new_kernel) -> None:
     """All scores -inf in float32: there is nothing to weigh, with one worker (no cut) as with six (cut and merged)."""
     for workers in (1, 6):
         case = make_case([200], 2, 8, dtype=torch.bfloat16)
         case.q[...] = 1e19
         case.kv_pool[case.kv_indices] = -1e19
         case.k_extend[...] = -1e19
-        assert torch.count_nonzero(case.launch(host_kernel(library, workers=workers))) == 0
+        assert torch.count_nonzero(case.launch(new_kernel(workers=workers))) == 0
 
 
 @pytest.mark.parametrize("workers", [3, 5, 132])
 @pytest.mark.parametrize(
     "prefixes, q_len, heads", [([64], 1, 1), ([100, 30, 64], 9, 8), ([64, 64, 64], 3, 8), ([1500, 5, 900], 9, 8)]
 )
-def test_graph_padding_rows_change_no_bit(library, prefixes, q_len, heads, workers) -> None:
+def test_graph_padding_rows_change_no_bit(new_kernel, prefixes, q_len, heads, workers) -> None:
     """A graph for a larger batch is padded with requests of prefix 1; the live rows must not notice."""
-    kernel = host_kernel(library, workers=workers)
+    kernel = new_kernel(workers=workers)
     case = make_case(prefixes, q_len, heads)
     expected = case.launch(kernel)
     for requests in (1, 5, 40):
@@ -122,21 +131,21 @@ def test_graph_padding_rows_change_no_bit(library, prefixes, q_len, heads, worke
         assert torch.isfinite(out).all()
 
 
-def test_slots_beyond_32_bits_of_elements(library) -> None:
+def test_slots_beyond_32_bits_of_elements(new_kernel) -> None:
     case = in_high_slots(make_case([64], 9, 8))
-    assert rel(case.launch(host_kernel(library)), reference(case)) < LIMIT[torch.float16]
+    assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[torch.float16]
 
 
-def test_one_kernel_for_calls_of_all_shapes(library) -> None:
+def test_one_kernel_for_calls_of_all_shapes(new_kernel) -> None:
     """The workspace that a call finds is what other calls left in it."""
-    kernel, rnd = host_kernel(library), random.Random(3)
+    kernel, rnd = new_kernel(), random.Random(3)
     for seed in range(40):
         prefixes = [rnd.choice([0, 10, 33, 200, 400]) for _ in range(rnd.randint(1, 9))]
         case = make_case(prefixes, rnd.choice([1, 2, 5]), rnd.choice([1, 3, 8, 16]), seed=seed)
         assert rel(case.launch(kernel), reference(case)) < LIMIT[torch.float16], (seed, prefixes)
 
 
-def test_requests_with_different_numbers_of_draft_tokens(library) -> None:
+def test_requests_with_different_numbers_of_draft_tokens(new_kernel) -> None:
     """The router asks for one q_len; the kernel does not: a short request has fewer row blocks than q_len gives."""
     case = make_case([70, 40, 3, 90], 9, 8, mask="none")
     lengths = torch.tensor([9, 1, 0, 4])
@@ -145,17 +154,17 @@ def test_requests_with_different_numbers_of_draft_tokens(library) -> None:
     case.q, case.k_extend, case.out = case.q[:tokens], case.k_extend[:tokens], case.out[:tokens]
     for workers in (2, 5, 30):
         case.out.fill_(float("nan"))
-        case.launch(host_kernel(library, workers=workers))
+        case.launch(new_kernel(workers=workers))
         assert rel(case.out, reference(case)) < LIMIT[torch.float16], f"{workers} workers"
 
 
-def test_siblings_see_their_parent_and_not_each_other(library) -> None:
+def test_siblings_see_their_parent_and_not_each_other(new_kernel) -> None:
     """Drafts 1 and 2 have the parent 0. Letting 2 see 1 must change draft 2's rows and no others."""
     case = make_case([21], 3, 8)
     assert case.custom_mask is not None
     apart = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     together = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
-    kernel, results = host_kernel(library), []
+    kernel, results = new_kernel(), []
     for tree in (apart, together):
         case.custom_mask = torch.cat([torch.ones(3, 21, dtype=torch.bool), tree], 1).flatten()
         results.append(case.launch(kernel).clone())
@@ -164,32 +173,32 @@ def test_siblings_see_their_parent_and_not_each_other(library) -> None:
     assert rel(results[0][2], results[1][2].double()) > 0.01
 
 
-def test_the_order_of_execution_does_not_change_a_bit(library) -> None:
+def test_the_order_of_execution_does_not_change_a_bit(new_kernel) -> None:
     """Same input, same bits, however blocks, warps and lanes are interleaved."""
     first = make_case([200, 0, 64], 9, 8)
-    first.launch(host_kernel(library, seed=0))
+    first.launch(new_kernel(seed=0))
     for seed in range(1, 6):
         again = make_case([200, 0, 64], 9, 8)
-        again.launch(host_kernel(library, seed=seed))
+        again.launch(new_kernel(seed=seed))
         assert torch.equal(first.out, again.out), f"order {seed}"
 
 
-def test_the_split_moves_no_result_beyond_rounding(library) -> None:
+def test_the_split_moves_no_result_beyond_rounding(new_kernel) -> None:
     """From one worker, which cuts nothing, to more workers than tiles, where every tile is alone."""
     case = make_case([150, 7], 9, 8)
     expected = reference(case)
     for workers in (1, 2, 3, 7, 13, 40):
         case.out.fill_(float("nan"))
-        case.launch(host_kernel(library, workers=workers))
+        case.launch(new_kernel(workers=workers))
         assert rel(case.out, expected) < LIMIT[torch.float16], f"{workers} workers"
 
 
-def test_stale_mask_and_indices_beyond_the_batch_are_not_read(library) -> None:
+def test_stale_mask_and_indices_beyond_the_batch_are_not_read(new_kernel) -> None:
     """Under CUDA graphs the mask and the indices live in long buffers whose ends are old."""
     short, long = make_case([31, 4], 9, 8, slack=0), make_case([31, 4], 9, 8, slack=0)
     long.custom_mask = torch.cat([long.custom_mask, torch.ones(500, dtype=torch.bool)])
     long.kv_indices = torch.cat([long.kv_indices, torch.full((500,), 2**40)])
-    kernel = host_kernel(library)
+    kernel = new_kernel()
     assert torch.equal(short.launch(kernel), long.launch(kernel))
 
 
@@ -202,14 +211,37 @@ def test_params_are_packed_as_the_kernel_reads_them(library) -> None:
     host_launcher(library)  # compares the length with sizeof(VerifyParams)
 
 
-def test_every_variant_fits_the_smallest_shared_memory() -> None:
-    for variant in tiles.VARIANTS:
-        assert variant.shared_bytes <= tiles.SHARED_LIMIT == 101_376
+def test_every_variant_fits_the_shared_memory() -> None:
+    """The portable ones that of sm_86, sm_89 and sm_120, the others that of sm_90."""
+    limits = {"portable": 101_376, "hopper": 232_448}
+    assert {name: configuration.shared_limit for name, configuration in tiles.CONFIGS.items()} == limits
+    for configuration in tiles.CONFIGS.values():
+        assert all(variant.shared_bytes <= configuration.shared_limit for variant in configuration.variants)
 
 
+@pytest.mark.parametrize("config", tiles.CONFIGS.values(), ids=tiles.CONFIGS)
 @pytest.mark.parametrize("q_len, heads", [(q, h) for q in (1, 2, 5, 9, 64, 256) for h in (1, 3, 8, 16, 63, 128)])
-def test_cut_covers_all_rows_once(q_len, heads) -> None:
-    cut = tiles.cut_rows(q_len, heads)
+def test_cut_covers_all_rows_once(config, q_len, heads) -> None:
+    cut = config.cut_rows(q_len, heads)
     rows = q_len * heads
+    assert cut.variant in config.variants
     assert cut.rows_per_block % 8 == 0 and cut.rows_per_block <= cut.variant.rows
     assert (cut.row_blocks - 1) * cut.rows_per_block < rows <= cut.row_blocks * cut.rows_per_block
+
+
+@pytest.mark.parametrize(
+    "name, target, expected",
+    [
+        ("portable", "sm_120", "portable"),
+        ("portable", "sm_90a", "portable"),
+        ("hopper", "sm_90a", "hopper"),
+        ("hopper", "sm_100", None),
+    ],
+)
+def test_a_configuration_is_refused_where_it_cannot_run(name, target, expected) -> None:
+    if expected is None:
+        with pytest.raises(KernelUnavailable, match="compute capability 9.0, this device runs sm_100") as raised:
+            choose_config(name, target)
+        assert raised.value.reason == "configuration"
+    else:
+        assert choose_config(name, target) is tiles.CONFIGS[expected]

@@ -37,10 +37,11 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "KDTREE_GUARD_REL": "5e-2",
             "KDTREE_GUARD_DUMP": str(tmp_path),
             "KDTREE_SELFTEST": "0",
+            "KDTREE_CONFIG": "hopper",
         }
     )
     first = ("on", True, 50, frozenset({"verify"}), Path("/var/cache/kdtree"), "warning")
-    assert settings == Settings(*first, guard_rel=0.05, guard_dump=tmp_path, selftest=False)
+    assert settings == Settings(*first, guard_rel=0.05, guard_dump=tmp_path, selftest=False, config="hopper")
 
 
 def test_a_guard_compares_without_validation() -> None:
@@ -101,6 +102,7 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
         ("KDTREE_GUARD_REL", "5%", "a number above 0"),
         ("KDTREE_GUARD_DUMP", "/tmp", "it needs KDTREE_GUARD_REL"),
         ("KDTREE_SELFTEST", "no", "1, 0"),
+        ("KDTREE_CONFIG", "sm_90", "portable, hopper"),
     ],
 )
 def test_what_is_not_understood_is_refused(variable: str, value: str, allowed: str) -> None:

@@ -17,6 +17,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -26,6 +28,8 @@
 #define gridDim (host::grid_size())
 
 #define KDTREE_DYNAMIC_SHARED(name) unsigned char* const name = host::current->block->shared().data()
+// Its 32-bit address is a multiple of `bytes`; no pointer is.
+#define KDTREE_ALIGNED_DYNAMIC_SHARED(name, bytes) unsigned char* const name = host::current->block->shared().aligned_data(bytes)
 
 // The line of the call, as a default argument.
 #define KDTREE_HOST_LINE int line = __builtin_LINE()
@@ -79,6 +83,11 @@ void cp_async_wait() {
     }
   });
 }
+
+inline void keep_in_register(const unsigned char*&) {}
+inline void keep_in_register(int&) {}
+template <class Value>
+void keep_until_here(Value) {}
 
 // -- ldmatrix and mma
 
@@ -202,6 +211,10 @@ inline void barrier_sync(int id, int threads, KDTREE_HOST_LINE) {
   host::meet_at_barrier({"barrier_sync", line}, id, threads, false, false);
 }
 
+inline bool barrier_sync_or(int id, int threads, bool value, KDTREE_HOST_LINE) {
+  return host::meet_at_barrier({"barrier_sync_or", line}, id, threads, value, true) != 0;
+}
+
 // CUDA wants all threads of the block at one and the same __syncthreads.
 inline void __syncthreads(KDTREE_HOST_LINE) {
   host::meet_at_barrier({"__syncthreads", line}, 0, host::current->block->shape().threads, false, true);
@@ -269,6 +282,18 @@ Value __shfl_up_sync(unsigned mask, Value value, unsigned delta, int width = 32,
 template <class Value>
 Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, int width = 32, KDTREE_HOST_LINE) {
   return host::shuffle({"__shfl_down_sync", line}, mask, value, host::current->lane + static_cast<int>(delta), width);
+}
+
+inline int __reduce_max_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"__reduce_max_sync", line};
+  if (mask != host::kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
+  host::Warp& warp = *host::current->warp;
+  block.meet(site, value, [&warp](const host::Operands<int>& lanes) {
+    warp.result = lanes[0];
+    for (int lane = 1; lane < host::kLanes; ++lane) warp.result = lanes[lane] > warp.result ? lanes[lane] : warp.result;
+  });
+  return warp.result;
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {

@@ -233,6 +233,10 @@ void wgmma_wait(KDTREE_HOST_LINE) {
   });
 }
 
+// Tells a compiler that does not know what wgmma does to registers.
+template <int ROW_TILES>
+void hold_accumulators(float (&)[ROW_TILES][4]) {}
+
 // d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major
 // both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
 //   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2

@@ -67,6 +67,7 @@ class Races {
         fenced_lanes_(static_cast<std::size_t>(warps_)),
         fences_changed_(static_cast<std::size_t>(warps_)),
         fences_(static_cast<std::size_t>(threads_)),
+        fenced_landings_(static_cast<std::size_t>(threads_)),
         own_landings_(static_cast<std::size_t>(threads_)) {}
 
   // A new block knows everything that happened before; so nothing has to be erased.
@@ -80,7 +81,8 @@ class Races {
     std::fill(alone_.begin(), alone_.end(), 0);
     std::fill(fenced_lanes_.begin(), fenced_lanes_.end(), 0);
     std::fill(own_landings_.begin(), own_landings_.end(), 0);
-    for (std::vector<std::uint32_t>& fences : fences_) fences.clear();
+    for (std::vector<std::vector<std::uint32_t>>* lists : {&fences_, &fenced_landings_})
+      for (std::vector<std::uint32_t>& list : *lists) list.clear();
     for (std::vector<std::uint32_t>* rows : {&arriving_, &released_, &landings_}) std::fill(rows->begin(), rows->end(), 0);
   }
 
@@ -173,6 +175,8 @@ class Races {
     std::uint32_t* const known = row(fenced_, thread);
     std::copy(heard(thread / 32), heard(thread / 32) + width_, known);
     if (alone(thread)) merge(known, row(told_, thread));
+    std::vector<std::uint32_t>& landings = fenced_landings_[at(thread)];
+    landings.insert(landings.end(), known + warps_ + threads_, known + warps_ + threads_ + mbarriers_);
     fenced_lanes_[at(thread / 32)] |= 1u << thread % 32;
     fences_changed_[at(thread / 32)] = true;
   }
@@ -211,8 +215,9 @@ class Races {
     }
   }
 
-  // The last write of these words that the async proxy may not see yet, or null: one through the generic proxy, with no fence by who wrote
-  // before it told others, nor by who uses it (all lanes of the warp, or the thread) after it was told.
+  // The last write of these words that the async proxy may not see yet, or null: one through the generic proxy, with no fence on the way to
+  // who uses it: by who wrote before it told others, by who uses it (all lanes of the warp, or the thread) after it was told, or, of what
+  // cp.async has written, by a thread that has waited for it and then told who uses it.
   const Access* unfenced_for_warp(int warp, long long offset, int size) {
     return unfenced(offset, size, {warp, nullptr}, -1, [&] { return fenced_of(warp); });
   }
@@ -236,6 +241,7 @@ class Races {
   };
 
   static std::size_t at(int index) { return static_cast<std::size_t>(index); }
+  static bool is_between(int number, int first, int end) { return number >= first && number < end; }
   static bool is_between(int number, int first, int end, int& index) {
     index = number - first;
     return number >= first && number < end;
@@ -372,12 +378,35 @@ class Races {
       }
       const std::uint32_t* const fenced = fenced_times();
       if (fenced != nullptr && ((thread < threads_ && write.time <= fenced[warp]) || write.time <= fenced[warps_ + thread])) continue;
+      if (is_between(thread, threads_, threads_ + mbarriers_) && fenced_on_the_way(thread - threads_, write.time, actor)) continue;
       return &write;
     }
     return nullptr;
   }
 
+  // Whether some thread that the actor has heard of fenced when it knew that this copy, of an mbarrier, had landed.
+  bool fenced_on_the_way(int mbarrier, std::uint32_t time, const Actor& actor) {
+    for (int i = 0; i < threads_; ++i) {
+      const int thread = (go_between_ + i) % threads_;
+      const std::vector<std::uint32_t>& fences = fences_[at(thread)];
+      const std::uint32_t* const landings = fenced_landings_[at(thread)].data() + mbarrier;
+      std::size_t first = 0, end = fences.size();  // the first fence that knew is in between
+      while (first < end) {
+        const std::size_t middle = (first + end) / 2;
+        if (landings[middle * at(mbarriers_)] < time)
+          first = middle + 1;
+        else
+          end = middle;
+      }
+      if (first == fences.size() || fences[first] >= time_known(thread, thread / 32, actor)) continue;
+      go_between_ = thread;
+      return true;
+    }
+    return false;
+  }
+
   int warps_, threads_, mbarriers_;
+  int go_between_ = 0;  // the thread that it was last time
   std::size_t width_;
   std::uint32_t start_ = 1;
   bool single_ = false;
@@ -390,9 +419,10 @@ class Races {
   Rows fenced_, fenced_warps_;  // what each thread knew at its last fence, where fenced_lanes_ has its bit; of warps, what all lanes knew
   std::vector<std::uint32_t> fenced_lanes_;
   std::vector<char> fences_changed_;
-  std::vector<std::vector<std::uint32_t>> fences_;  // the times of each thread's fences
-  std::vector<std::uint32_t> landings_;             // the times at which copies of each thread landed for each mbarrier
-  std::vector<std::uint32_t> own_landings_;         // the time at which copies landed that each thread waited for itself
+  std::vector<std::vector<std::uint32_t>> fences_;           // the times of each thread's fences
+  std::vector<std::vector<std::uint32_t>> fenced_landings_;  // for each of them, what it knew of the mbarriers' copies
+  std::vector<std::uint32_t> landings_;                      // the times at which copies of each thread landed for each mbarrier
+  std::vector<std::uint32_t> own_landings_;                  // the time at which copies landed that each thread waited for itself
   std::vector<std::uint32_t> scratch_;
 };
 

@@ -32,6 +32,11 @@ class SharedMemory {
   }
 
   unsigned char* data() { return mapping_ + kGuardBytes; }
+  // For a block that asks for more than 128: before anybody has taken an address.
+  unsigned char* aligned_data(unsigned alignment) {
+    base_ = (base_ + alignment - 1) / alignment * alignment;
+    return data();
+  }
   std::size_t bytes() const { return bytes_; }
   void poison() { std::memset(data(), kPoison, bytes_); }
 

@@ -145,19 +145,28 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
 
 // out (64 x 64) = the sum over tiles of A (64 x 64) * B (64 x 64), which come as they lie in shared memory, K-major and swizzled, 8 KB
 // each; two stages. Threads 128 .. 255 copy by cp.async, or thread 256 in bulk; the block has 384. arguments[0]: tiles; [1]: in bulk; [2]:
-// what is wrong.
+// what is wrong. In 5 and 6 threads 256 .. 383 wait for the copies and pass the word on.
 extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int tiles = p.arguments[0], bulk = p.arguments[1], fault = p.arguments[2], lane = threadIdx.x % 32;
   unsigned char* s_stages = aligned(shared);
-  const unsigned stages = shared_address(s_stages), full = stages + 2 * 16384, empty = full + 16;
+  const unsigned stages = shared_address(s_stages), full = stages + 2 * 16384, empty = full + 16, passed_on = full + 32;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, bulk ? 1 : 128), mbarrier_init(empty + stage * 8, 4);
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(passed_on + stage * 8, 128);
     mbarrier_fence_init();
   }
   __syncthreads();
   if (threadIdx.x >= 256) {
     set_max_registers_down<24>();
+    if (fault == 8 || fault == 9) {
+      for (int tile = 0; tile < tiles; tile++) {
+        mbarrier_wait(full + tile % 2 * 8, tile / 2 & 1);
+        if (fault == 8) fence_proxy_async();  // right: between the copies and who uses them
+        mbarrier_arrive(passed_on + tile % 2 * 8);
+      }
+      return;
+    }
     if (threadIdx.x != 256 || !bulk) return;
     for (int tile = 0; tile < tiles; tile++) {
       const unsigned mbarrier = full + tile % 2 * 8;
@@ -194,8 +203,8 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
   for (int tile = 0; tile < tiles; tile++) {
     const unsigned char* s_stage = s_stages + tile % 2 * 16384;
     if (fault == 6 && lane != 0) fence_proxy_async();  // too early
-    mbarrier_wait(full + tile % 2 * 8, tile / 2 & 1);
-    if (fault != 1 && fault != 4 && fault != 7 && (fault != 6 || lane == 0)) fence_proxy_async();
+    mbarrier_wait((fault == 8 || fault == 9 ? passed_on : full) + tile % 2 * 8, tile / 2 & 1);
+    if (fault == 0 || fault == 2 || fault == 3 || fault == 5 || (fault == 6 && lane == 0)) fence_proxy_async();
     wgmma_fence();
     for (int step = 0; step < 4; step++) wgmma_m64k16<Bf16, 8, false>(d, tile_of(s_stage, step), tile_of(s_stage + 8192, step));
     wgmma_commit();

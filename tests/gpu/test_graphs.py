@@ -150,7 +150,7 @@ def test_memory_does_not_grow_with_replays(make: cases.Make) -> None:
     for _ in range(50):
         bench.replay(4, batch)
     bench.settle()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before
 
 
 # What it costs.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kdtree_patch import tiles
 from kdtree_patch.demo_backend import tree
 from kdtree_patch.kernel import VerifyKernel, host_launcher
 
@@ -62,9 +63,10 @@ def poisoned(kernel: VerifyKernel) -> VerifyKernel:
     return kernel
 
 
-def host_kernel(library: Path, seed: int = 0, workers: int = 5) -> VerifyKernel:
+def host_kernel(library: Path, seed: int = 0, workers: int = 5, config: str = "portable") -> VerifyKernel:
     """The CPU build with blocks, warps and lanes run in the order that `seed` gives, and a grid of `workers` blocks."""
-    return poisoned(VerifyKernel(torch.device("cpu"), host_launcher(library, seed), workers, "host"))
+    launcher = host_launcher(library, seed)
+    return poisoned(VerifyKernel(torch.device("cpu"), launcher, workers, "host", tiles.CONFIGS[config]))
 
 
 def make_case(

@@ -7,6 +7,7 @@ attention kernels) says so through `opaque`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -28,6 +29,7 @@ class CudaGraph:
 
     def capture(self, run: Callable[[], object]) -> None:
         torch.cuda.synchronize()
+        gc.collect()  # what dies during a capture may free memory or events, which ends it
         with torch.cuda.graph(self._graph):
             run()
 
