@@ -1,13 +1,32 @@
-// The Hopper configuration of verify_attn_flash: the same parameters, schedule and partial results as the portable one, the products by
-// wgmma. For sm_90a alone. verify_attn_flash.cu includes this; all of the mathematics is explained there.
+// The Hopper configuration of verify_attn_flash: wgmma on tiles of 64 keys, up to 72 attention rows a block. For sm_90a alone. Parameters,
+// schedule, partial results and combine are those of verify_attn_flash.cu, which includes this and has all of the mathematics.
+//
+// Three warpgroups, each of which has another part of a tile's way:
+//
+//   value warpgroups   copy the tile into one of two stages by cp.async: each the 256 columns that it reads as values, and of the rope
+//                      columns half of the keys
+//   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory; softmax; P^T over the rope columns, which nobody needs
+//                      any more
+//   value warpgroups   O^T (256 x rows each) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
+//
+//   time    ------------------------------------------------------------------------------->
+//   scores  | S(0)  softmax(0) | S(1)  softmax(1) | S(2)  softmax(2) | ...
+//   values                     | O(0)   copy(2)   | O(1)   copy(3)   | ...
+//
+// Three things are said, by mbarriers:
+//   full[stage]  the value warpgroups' copies have landed: the score warpgroup may go on
+//   handed       the score warpgroup has handed over P, and by what the outputs must be multiplied first if a maximum has risen
+//   taken        both value warpgroups are done with what was handed over: P, factors and stage are free again
+// A piece ends with one more hand-over, of no P but of 1 / sum for each row and of where the outputs go. Nothing stops between pieces: the
+// copies of the next one are under way while one is written.
 
 #ifndef KDTREE_HOST
 
 // ------------------------------------------------------------------------------------------------------------- primitives of Hopper (PTX)
 
-#define KDTREE_ALIGNED_DYNAMIC_SHARED(name, bytes) \
-  extern __shared__ __align__(bytes)               \
-  unsigned char name[]
+// clang-format off
+#define KDTREE_ALIGNED_DYNAMIC_SHARED(name, bytes) extern __shared__ __align__(bytes) unsigned char name[]
+// clang-format on
 
 __device__ __forceinline__ void mbarrier_init(unsigned mbarrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
@@ -165,8 +184,8 @@ template <int ROW_TILES>
 struct Geometry {
   static constexpr int kRows = ROW_TILES * 8;
   static constexpr int kQueryChunkBytes = kRows * 128;
-  // Queries; stage 0: chunks 0 to 7, rope; spare; stage 1: rope, chunks 0 to 7. P of either stage lies in its rope chunk and the spare
-  // bytes.
+  // Queries | stage 0: chunks 0 to 7, rope | spare | stage 1: rope, chunks 0 to 7 | the rest. P of stage 0 lies from its rope chunk on,
+  // that of stage 1 from the spare bytes on: 72 rows need both, so there is one P at a time.
   static constexpr int kOffsetStage0 = kChunks * kQueryChunkBytes;
   static constexpr int kOffsetSpare = kOffsetStage0 + kChunks * kChunkBytes;
   static constexpr int kOffsetStage1 = kOffsetSpare + kSpareBytes + kChunkBytes;
@@ -235,6 +254,11 @@ struct Warpgroup {
   __device__ __forceinline__ float* s_highest() const { return (float*)(shared + G::kOffsetHighest); }
   __device__ __forceinline__ Target& s_target() const { return *(Target*)(shared + G::kOffsetTarget); }
   __device__ __forceinline__ int& s_rescale() const { return ((int*)(shared + G::kOffsetRescale))[hand_overs & 1]; }
+
+  // Waits until both value warpgroups have taken what was handed over last.
+  __device__ __forceinline__ void wait_until_taken() const {
+    if (hand_overs > 0) mbarrier_wait(taken(), hand_overs - 1 & 1);
+  }
 
   __device__ __forceinline__ void start_item(const Item& item) {
     request = load_request(p, item.request);
@@ -381,11 +405,6 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
   }
 
-  // What was handed over before has been taken: P, factors and what they were used on are free.
-  __device__ __forceinline__ void wait_until_taken() const {
-    if (hand_overs > 0) mbarrier_wait(Base::taken(), hand_overs - 1 & 1);
-  }
-
   // What this thread wrote is there for the value warpgroups.
   __device__ __forceinline__ void hand_over(bool rescale) {
     if (thread == 0) Base::s_rescale() = rescale;
@@ -427,7 +446,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
         const float2 rounded = unpack2<Element>(r_prob[n][k]);
         r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
       }
-    wait_until_taken();
+    Base::wait_until_taken();
     unsigned char* const s_prob = shared + G::prob(stage) + warp * 256 + group * 16 + quad * 4;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
@@ -441,7 +460,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   // The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the statistics go to combine.
   __device__ __forceinline__ void finish_piece() {
     const int slot = Base::s_target().partial_slot;
-    wait_until_taken();
+    Base::wait_until_taken();
     float* const s_spare = (float*)(shared + G::kOffsetSpare);
     auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
     combine_groups(
@@ -470,7 +489,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 #pragma unroll
       for (int i = 0; i < kThreadRows; i++) r_highest[i] = kNothingSeen, r_sum[i] = 0.f;
       load_queries();
-      wait_until_taken();
+      Base::wait_until_taken();
       if (thread == 0)
         Base::s_target() = Target{request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
       for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile);
@@ -481,7 +500,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 
 // ---------------------------------------------------------------------------------------------------------------------------- the values
 
-// Two warpgroups: O^T = V^T P^T, each 256 of the 512 columns; and the copies of tiles and queries.
+// Two warpgroups: O^T = V^T P^T, each 256 of the 512 columns; and the copies of tiles.
 template <class Element, int ROW_TILES>
 struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
@@ -503,12 +522,12 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   __device__ __forceinline__ int copied_unit() const { return thread & 7; }
 
   // Done a tile ahead of the copy, and turned into addresses only there, so that nothing waits for it.
-  __device__ __forceinline__ void load_slots(int tile, int (&r_slot)[kCopyKeys]) const {
+  __device__ __forceinline__ void load_slots(int tile, int (&slots)[kCopyKeys]) const {
 #pragma unroll
     for (int i = 0; i < kCopyKeys; i++) {
       const int column = min(tile * kTileKeys + copied_key(i), request.prefix - 1);
-      r_slot[i] = 0;
-      if (column >= 0) r_slot[i] = load_small_index(p.kv_indices, (long long)request.kv_start + column, p.wide_indices & kWideKvIdx);
+      slots[i] = 0;
+      if (column >= 0) slots[i] = load_small_index(p.kv_indices, (long long)request.kv_start + column, p.wide_indices & kWideKvIdx);
     }
   }
 
@@ -530,18 +549,18 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   }
 
   // The columns of a tile that this warpgroup alone reads as values.
-  __device__ __forceinline__ void copy_values(int tile, const int (&r_slot)[kCopyKeys], int stage) const {
+  __device__ __forceinline__ void copy_values(int tile, const int (&slots)[kCopyKeys], int stage) const {
     const unsigned target = shared_address(shared + G::stage(stage)) + half * kValueChunks * kChunkBytes;
 #pragma unroll
-    for (int i = 0; i < kCopyKeys; i++) copy_key<kValueChunks>(tile, r_slot[i], i, half * kValueChunks, target);
+    for (int i = 0; i < kCopyKeys; i++) copy_key<kValueChunks>(tile, slots[i], i, half * kValueChunks, target);
   }
 
   // Half of the keys' rope columns; and the tile may be waited for.
-  __device__ __forceinline__ void copy_rope(int tile, const int (&r_slot)[kCopyKeys], int stage) const {
+  __device__ __forceinline__ void copy_rope(int tile, const int (&slots)[kCopyKeys], int stage) const {
     const unsigned target = shared_address(shared + G::rope(stage));
 #pragma unroll
     for (int i = 0; i < kCopyKeys; i++)
-      if (i / (kCopyKeys / 2) == half) copy_key<1>(tile, r_slot[i], i, kRopeChunk, target);
+      if (i / (kCopyKeys / 2) == half) copy_key<1>(tile, slots[i], i, kRopeChunk, target);
     cp_async_mbarrier_arrive(Base::full(stage));
   }
 
@@ -577,9 +596,11 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
   }
 
-  // Waits for the next hand-over, and does to the outputs what it says.
+  // Waits for the next hand-over, and does to the outputs what it says. The score warpgroup's fence may be good for this one, too, as the
+  // copies' landing reaches this one through it; nothing says so for the async proxy, and on an H200 this fence costs nothing.
   __device__ __forceinline__ void take_over() {
     mbarrier_wait(Base::handed(), hand_overs & 1);
+    fence_proxy_async();
     if (Base::s_rescale()) rescale_output();
   }
 
@@ -587,6 +608,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   __device__ __forceinline__ void taken_over() {
     barrier_sync(barrier, kWarpgroup);
     if (thread == 0) mbarrier_arrive(Base::taken());
+    hand_overs++;
   }
 
   __device__ __forceinline__ void attend_tile(int tile, int last) {
@@ -595,14 +617,14 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     value_product(stage);
     taken_over();
     if (tile + 2 < last) copy_values(tile + 2, r_slot, stage);
-    mbarrier_wait(Base::taken(), hand_overs & 1);  // by both: P is in the rope chunk
+    Base::wait_until_taken();  // by the other, too: P is in the rope chunk
     if (tile + 2 < last) copy_rope(tile + 2, r_slot, stage);
     load_slots(tile + 3, r_slot);
-    hand_overs++;
     tiles++;
   }
 
-  // Starts the copy of the first tile of a piece. Nothing of an earlier piece is needed any more but the accumulators.
+  // Starts the copy of the first tile of a piece. Of an earlier piece nothing is needed any more but the accumulators; as long as there are
+  // such, there are no registers for the slots of two tiles, which AT_ONCE loads together.
   template <bool AT_ONCE>
   __device__ __forceinline__ void start_piece(const Piece& piece) {
     Base::start_item(piece.item);
@@ -676,8 +698,6 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
       take_over();
       const Target target = Base::s_target();
       taken_over();
-      mbarrier_wait(Base::taken(), hand_overs & 1);
-      hand_overs++;
       if (target.partial_slot < 0) {
         write_output(target);
       } else {

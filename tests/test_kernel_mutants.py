@@ -237,7 +237,7 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_taken_wait",
         "P is written over while a value warpgroup reads it",
-        "    wait_until_taken();\n    unsigned char* const s_prob",
+        "    Base::wait_until_taken();\n    unsigned char* const s_prob",
         "    unsigned char* const s_prob",
     ),
     Mutant(
@@ -263,8 +263,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_rope_wait",
         "keys are copied over P while the other value warpgroup reads it",
-        "mbarrier_wait(Base::taken(), hand_overs & 1);  // by both: P is in the rope chunk",
-        "if (tile + 2 >= last) mbarrier_wait(Base::taken(), hand_overs & 1);",
+        "Base::wait_until_taken();  // by the other, too: P is in the rope chunk",
+        "",
     ),
     Mutant("swizzle", "keys are stored in plain order", "((unit ^ (row & 7)) << 4)", "(unit << 4)"),
     Mutant("prob_layout", "the strides of P are exchanged", "128, 1024, false", "1024, 128, false"),

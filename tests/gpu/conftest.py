@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kdtree_patch import tiles
 from kdtree_patch.kernel import VerifyKernel
 from tests.support.cases import poisoned
 
@@ -22,6 +23,9 @@ def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture(scope="session")
-def kernel(gpu: torch.device) -> VerifyKernel:
-    return poisoned(VerifyKernel.load(gpu))
+@pytest.fixture(scope="session", params=tiles.CONFIGS)
+def kernel(gpu: torch.device, request: pytest.FixtureRequest) -> VerifyKernel:
+    """Each configuration that this GPU runs."""
+    if request.param == "hopper" and torch.cuda.get_device_capability(gpu) != (9, 0):
+        pytest.skip("the hopper configuration needs compute capability 9.0")
+    return poisoned(VerifyKernel.load(gpu, config=request.param))
