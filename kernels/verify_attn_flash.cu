@@ -642,6 +642,7 @@ struct VerifyBlock {
     }
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) highest[i] = warp_max(r_score[i]);
+    __syncwarp();  // all lanes have read the old maxima
     bool risen = false;
     unsigned short prob[G::kWarpRows];
 #pragma unroll

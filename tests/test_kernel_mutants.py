@@ -161,7 +161,6 @@ MUTANTS = [
         "for (int first = kCombineGroups; first < splits; first += kCombineGroups) {",
         "for (int first = kCombineGroups; first < 0; first += kCombineGroups) {",
     ),
-    Mutant("empty_stretch", "more workers than tiles", "(int)max(1ll, min((long long)p.workers, total))", "p.workers"),
     Mutant(
         "zero_row",
         "a row that sees nothing divides by zero",
