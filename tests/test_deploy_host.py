@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deploy import bundle
-from deploy.host import release, service, wire
+from deploy.host import probe, release, service, wire
 from deploy.host.command import Command
 from deploy.host.look import Place, prefix_problem, release_of
 from deploy.host.release import ReleaseError, drop_in_text
@@ -288,6 +288,27 @@ def test_code_for_the_host_needs_only_the_standard_library(tmp_path: Path) -> No
         words, input=wire.as_line(bundle.host_code()), capture_output=True, text=True, cwd=tmp_path, env={"PATH": ""}
     )
     assert "busctl is not on this host" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- doctor
+
+
+@pytest.mark.parametrize(("sees", "status"), [(False, 1), (True, 0), (True, 1)])
+def test_self_test_is_for_a_gpu_that_torch_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool, status: int
+) -> None:
+    import torch
+
+    (tmp_path / "kdtree_patch").mkdir()
+    (tmp_path / "kdtree_patch" / "selftest.py").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    monkeypatch.setattr(probe, "_command", lambda *words: (status, "FAIL"))
+    findings: list[str] = []
+    done = probe._self_test(tmp_path, 4 << 30, findings)
+    if not sees:
+        assert findings == [] and "warning: self-test left out" in done[0]
+    else:
+        assert (done, findings) == ((["self-test passed"], []) if status == 0 else ([], [findings[0]]))
 
 
 # -------------------------------------------------------------------------------------------------------- sitecustomize

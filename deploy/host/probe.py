@@ -167,6 +167,11 @@ def _self_test(release: Path, free_bytes: int, findings: list[str]) -> list[str]
         return ["self-test left out: this release has none"]
     if free_bytes < SELFTEST_BYTES:
         return [f"self-test left out: no GPU has {SELFTEST_BYTES >> 30} GiB free beside the service"]
+    import torch
+
+    if not torch.cuda.is_available():
+        # The service has found its GPUs in this environment, or it would not be running; here torch may be denied them.
+        return ["warning: self-test left out: nvidia-smi lists a GPU, and the torch of this interpreter sees none"]
     status, output = _command("selftest")
     if status != 0:
         findings.append(f"self-test ended with status {status}: {' '.join(output.split())[-500:]}")
