@@ -18,7 +18,7 @@ from typing import Any
 from deploy.host import gpus, look, service, wire
 from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
-from deploy.host.release import drop_in_text, manifests
+from deploy.host.release import drop_in_text, foreign_problem, manifests
 from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
 from kdtree_patch.settings import SettingError, Settings
 
@@ -76,7 +76,7 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     user = unit.user
     command = seen.command()
     _command(command, seen, report)
-    _prefix(seen.place.prefix, user.pw_uid, report)
+    _prefix(seen.place, user.pw_uid, report)
     _gpus(command, report)
     if report.findings:
         return
@@ -151,8 +151,9 @@ def _health(url: str) -> str:
         return f"does not answer ({getattr(error, 'reason', error)})"
 
 
-def _prefix(prefix: Path, user_id: int, report: Report) -> None:
-    problem = look.prefix_problem(prefix, user_id)
+def _prefix(place: Place, user_id: int, report: Report) -> None:
+    prefix = place.prefix
+    problem = look.prefix_problem(prefix, user_id) or foreign_problem(place)
     if problem:
         report.find(problem)
         return

@@ -42,6 +42,9 @@ class Transaction:
             raise Refused(
                 f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
             )
+        problem = None if order["action"] == "undeploy" else release.foreign_problem(self.seen.place)
+        if problem:  # what takes our things away leaves alone what is not ours
+            raise Refused(problem)
         self.must_restart = False
         self._step = ""
         # Now, because it may be the running service that tells, which a failed start leaves us without.
@@ -120,7 +123,7 @@ class Transaction:
             self.doctor(place.releases / name, command)
         except Exception as error:
             if new:
-                shutil.rmtree(place.releases / name, ignore_errors=True)
+                release.remove(place.releases / name)
             if self.must_restart:
                 self.put_back_and_wait(self.seen.pending or {}, str(error))
             else:
