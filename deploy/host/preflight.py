@@ -25,6 +25,7 @@ from kdtree_patch.settings import SettingError, Settings
 PROBE_SECONDS = 300
 # wrapt and cupy unpacked, the archive they come in, and the kernels.
 DISK_BYTES = 1 << 30
+TRANSIENT = "/run/systemd/transient/"
 _JOURNAL = ("journal", "journal+console", "syslog", "syslog+console", "kmsg", "kmsg+console", "inherit")
 
 
@@ -73,6 +74,9 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     seen = Look(unit, Path(order["prefix"]))
     if seen.reads_stale and seen.pending is None:
         report.find("its files have changed since systemd read them: look at them, then run systemctl daemon-reload")
+    problem = look.drop_in_problem(seen.drop_in, seen.place)
+    if problem:
+        report.find(problem)
     user = unit.user
     command = seen.command()
     _command(command, seen, report)
@@ -108,6 +112,11 @@ def _alike(name: str) -> str:
 def _unit(unit: Unit, report: Report) -> None:
     state = unit.state()
     report.fact("unit", f"{unit.name}, {state.active} ({state.sub}), {unit['FragmentPath'] or 'no file of its own'}")
+    if unit["FragmentPath"].startswith(TRANSIENT):
+        report.find("it is a transient unit, which systemd forgets when it ends: make a unit file of it first")
+    folder = unit.drop_in.parent
+    if os.path.lexists(folder) and not folder.is_dir():
+        report.find(f"{folder} is no folder, so that there can be no drop-in in it")
     if unit["DynamicUser"]:
         report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
     if unit["RootDirectory"] or unit["RootImage"]:
@@ -238,8 +247,8 @@ def _reserved(seen: Look, report: Report) -> None:
     except SettingError as error:
         report.find(f"every worker would decline: {error}")
     for path in seen.unit.files():
-        later = path.name > DROP_IN and path.suffix == ".conf"
-        if later and (names := sorted(set(look.RESERVED) & set(environment_of([path.read_text()])))):
+        text = (look.read_text(path) if path.name > DROP_IN and path.suffix == ".conf" else None) or ""
+        if names := sorted(set(look.RESERVED) & set(environment_of([text]))):
             report.find(f"{path} is read after our {DROP_IN} and sets {', '.join(names)}: give it a lower number")
     for entry in filter(None, seen.python_path.split(":")):
         if os.path.isfile(f"{entry}/kdtree_patch/boot.py"):

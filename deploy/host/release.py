@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host.look import Place, read_json
-from deploy.host.systemd import quoted, sync_folder
+from deploy.host.systemd import environment_of, quoted, sync_folder
+from kdtree_patch.settings import MODES
 
 KEEP = 5
 MANIFEST = "manifest.json"
@@ -47,6 +48,19 @@ def drop_in_text(release: Path, python_path: str, mode: str, user_id: int) -> st
     )
 
 
+def is_drop_in(text: str, place: Place) -> bool:
+    """Whether this is, to the letter, what `drop_in_text` writes for a release of this PREFIX."""
+    try:
+        found = environment_of([text])
+        entry, _, python_path = found["PYTHONPATH"].partition(":")
+        folder, user_id = Path(entry), Path(found["KDTREE_CACHE_DIR"]).name
+    except (ValueError, KeyError):
+        return False
+    if folder.parent != place.releases or not user_id.isdecimal() or found["KDTREE_MODE"] not in MODES:
+        return False
+    return text == drop_in_text(folder, python_path, found["KDTREE_MODE"], int(user_id))
+
+
 def cache_of(release: Path, user_id: int) -> Path:
     """A cache belongs to one user, and units with other users may share a release."""
     return release / "cache" / str(user_id)
@@ -63,8 +77,10 @@ def is_ours(folder: Path) -> bool:
 
 def _is_half(folder: Path) -> bool:
     """Whether this is what an installation or a removal that was cut off has left of a release of ours."""
-    named = folder.name.startswith(_HALF) or re.fullmatch(_NAME, folder.name) is not None
-    return named and folder.is_dir() and not folder.is_symlink() and not (folder / MANIFEST).exists()
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    bare = re.fullmatch(_NAME, folder.name) is not None and not (folder / MANIFEST).exists()
+    return folder.name.startswith(_HALF) or bare
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -244,6 +244,17 @@ def half_written(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def kept(path: Path) -> Path:
+    """Beside a drop-in, where systemd does not read it: what it said before a change that is under way."""
+    return path.with_name(f".{path.name}.before")
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes UNIT.d if nothing is left in it. One that is a link is somebody's own arrangement, and stays."""
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -15,12 +15,13 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deploy.host import gpus, look, release, service, systemd, wire
 from deploy.host.command import Command, Refused, python_path_problem
-from deploy.host.look import Look
+from deploy.host.look import Look, read_text
 from deploy.host.release import ReleaseError
 from deploy.host.service import Failed, Start
 from deploy.host.systemd import SystemdError, Unit, run_as
@@ -42,9 +43,15 @@ class Transaction:
             raise Refused(
                 f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
             )
-        problem = None if order["action"] == "undeploy" else release.foreign_problem(self.seen.place)
-        if problem:  # what takes our things away leaves alone what is not ours
+        place = self.seen.place
+        problem = look.ownership_problem(self.prefix) or look.drop_in_problem(self.seen.drop_in, place)
+        if problem is None and order["action"] != "undeploy":  # which leaves alone what is not ours
+            problem = release.foreign_problem(place)
+        if problem:
             raise Refused(problem)
+        pending = self.seen.pending
+        if pending is not None and not self._is_safe(pending):
+            raise Refused(f"{place.pending} has not been written by a deployment: look at it, then remove it")
         self.must_restart = False
         self._step = ""
         # Now, because it may be the running service that tells, which a failed start leaves us without.
@@ -57,6 +64,14 @@ class Transaction:
     @property
     def unit(self) -> Unit:
         return self.seen.unit
+
+    def _is_safe(self, record: dict[str, Any]) -> bool:
+        """Whether root may put back what a record says: drop-ins of ours, or the very text that is there already."""
+        text, name = record.get("drop_in"), record.get("current")
+        known = text is None or text in (self.seen.drop_in, read_text(systemd.kept(self.unit.drop_in)))
+        if not known and not (isinstance(text, str) and release.is_drop_in(text, self.seen.place)):
+            return False
+        return name is None or isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
 
     def command(self) -> Command:
         if isinstance(self._command, Refused):
@@ -101,8 +116,10 @@ class Transaction:
             try:
                 self.start("stock", serve=False, patience=PATIENCE)
             except Failed as failed:
+                self.end()
                 release.remove_everything(self.seen.place)
                 raise Failed(f"{failed}; nothing of ours is left in the unit, so the reason lies elsewhere") from failed
+        self.end()
         release.remove_everything(self.seen.place)
         self.say(f"{self.unit.name} is as it was before the first deployment")
 
@@ -204,9 +221,12 @@ class Transaction:
             self.write_state(name, mode, start.invocation, rolled_back)
         except Exception as error:  # whatever it is, the service must not stay between the two
             lines = service.relevant(start.journal.lines) if start else getattr(error, "lines", [])
-            self.put_back_and_wait(before, f"{error}")
+            try:
+                self.put_back_and_wait(before, f"{error}")
+            except Failed as failed:
+                raise Failed(str(failed), failed.lines or lines) from error
             raise Failed(str(error), lines) from error
-        place.pending.unlink(missing_ok=True)
+        self.end()
         self.say(f"{self.unit.name} runs {name} in mode {mode}")
 
     def write_state(self, name: str, mode: str, invocation: str, rolled_back: bool) -> None:
@@ -231,39 +251,57 @@ class Transaction:
         if pending is None:
             return
         self.say("the last change of this unit was cut off before it was confirmed: putting back what was there before")
-        self.put_drop_in(pending["drop_in"])
+        self.put_drop_in(pending["drop_in"], back=True)
         release.point_current(self.seen.place, pending["current"])
         self.must_restart = True
 
     def begin(self) -> dict[str, Any]:
         """Writes down what is there now. From here on, until the outcome is certain, it can be put back."""
         place = self.seen.place
-        if self.seen.pending is not None:
-            return self.seen.pending
-        place.records.mkdir(parents=True, exist_ok=True)
-        before = {
-            "drop_in": self.seen.drop_in,
-            "current": release.current(place),
-            "active": self.unit.state().is_up,
-            "action": self.order["action"],
-            "release": self.order.get("release"),
-        }
-        systemd.write_whole(place.pending, json.dumps(before), mode=0o600)
+        before = self.seen.pending
+        if before is None:
+            place.records.mkdir(parents=True, exist_ok=True)
+            before = {
+                "drop_in": self.seen.drop_in,
+                "current": release.current(place),
+                "active": self.unit.state().is_up,
+                "action": self.order["action"],
+                "release": self.order.get("release"),
+            }
+        try:
+            systemd.write_whole(place.pending, json.dumps(before), mode=0o600)
+            if before["drop_in"] is not None:
+                # With a full disk, a rename may be all that is possible when it is to be put back.
+                systemd.write_whole(systemd.kept(self.unit.drop_in), before["drop_in"])
+        except OSError:
+            if self.seen.pending is None:
+                self.end()  # nothing has been changed yet
+            raise
         return before
 
-    def put_drop_in(self, text: str | None) -> None:
-        """Writes or removes the drop-in, and has systemd read it."""
+    def put_drop_in(self, text: str | None, back: bool = False) -> None:
+        """Writes or removes the drop-in, and has systemd read it. `back`: the text is the one that `begin` has kept."""
         path = self.unit.drop_in
         if text is None:
             path.unlink(missing_ok=True)
             systemd.half_written(path).unlink(missing_ok=True)
-            if path.parent.is_dir() and not any(path.parent.iterdir()):
-                path.parent.rmdir()
-        else:
+            systemd.remove_folder(path.parent)
+        elif back and read_text(systemd.kept(path)) == text:
+            os.replace(systemd.kept(path), path)
+            systemd.half_written(path).unlink(missing_ok=True)
+        elif text != read_text(path):
             path.parent.mkdir(exist_ok=True)
             systemd.write_whole(path, text)
         systemd.reload_manager()
         self.unit.refresh()
+
+    def end(self) -> None:
+        """The outcome is certain: there is nothing to be put back any more."""
+        kept = systemd.kept(self.unit.drop_in)
+        for path in (kept, systemd.half_written(kept)):
+            path.unlink(missing_ok=True)
+        systemd.remove_folder(kept.parent)
+        self.seen.place.pending.unlink(missing_ok=True)
 
     def check_environment(self, text: str) -> None:
         """That systemd now has what the drop-in says."""
@@ -293,24 +331,41 @@ class Transaction:
         return start
 
     def put_back_and_wait(self, before: dict[str, Any], why: str) -> None:
+        """The service as it was. A step that fails keeps no other from being taken; Failed then says which."""
         self.step("roll back")
         self.say(f"FAILED: {why}")
         self.say("putting back what was there before")
-        self.put_drop_in(before["drop_in"])
-        release.point_current(self.seen.place, before["current"])
+        place = self.seen.place
+        problems: list[str] = []
+
+        def attempt(what: str, step: Callable[[], object]) -> None:
+            try:
+                step()
+            except (OSError, ReleaseError, SystemdError) as error:
+                problems.append(f"{what}: {error}")
+                self.say(f"{what}: {error}")
+
+        attempt(f"{self.unit.drop_in} could not be put back", lambda: self.put_drop_in(before["drop_in"], back=True))
+        attempt(f"{place.current} could not be put back", lambda: release.point_current(place, before["current"]))
         if not self.must_restart:
             self.say("the service has not been touched")
-        elif before["active"]:
+        elif not before["active"]:
+            attempt(f"{self.unit.name} could not be stopped", lambda: systemd.stop(self.unit.name))
+        elif isinstance(self._command, Refused):
+            self.say(f"restarting {self.unit.name}: whether it is healthy cannot be told ({self._command})")
+            attempt(f"{self.unit.name} could not be restarted", lambda: systemd.restart(self.unit.name))
+        else:
             try:
                 self.start("as it was before", serve=False, patience=PATIENCE)
-            except Failed as failed:
-                text = f"{why}; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
-                raise Failed(text, failed.lines) from failed
-        else:
-            systemd.stop(self.unit.name)
-        self.seen.place.pending.unlink(missing_ok=True)
+            except (Failed, SystemdError) as failed:
+                text = "; ".join([why, *problems])
+                text += f"; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
+                raise Failed(text, getattr(failed, "lines", [])) from failed
+        if problems:  # what is pending stays, so that the next run takes these steps again
+            raise Failed("; ".join([why, *problems]) + "; put that right and run the same command again")
+        attempt("what was kept to be put back could not be removed", self.end)
         if self.seen.state is None:
-            shutil.rmtree(self.seen.place.records, ignore_errors=True)
+            shutil.rmtree(place.records, ignore_errors=True)
         self.say(f"{self.unit.name} is as it was before" + ("" if before["active"] else ", not running"))
 
     # ------------------------------------------------------------------------------------------------------------ lines
