@@ -28,6 +28,7 @@ class StandIn:
 
     name = NAME
     argv = ["/bin/sh", "/opt/start.sh"]
+    is_literal = False
     user = pwd.struct_passwd(("nobody", "x", 65534, 65534, "", "/", "/bin/false"))
 
     def __init__(self, name: str):
@@ -40,7 +41,7 @@ class StandIn:
         self.environment = environment_of(path.read_text() for path in self._files)
 
     def __getitem__(self, name: str) -> Any:
-        return {"NeedDaemonReload": self.stale}[name]
+        return {"NeedDaemonReload": self.stale, "EnvironmentFiles": [], "PassEnvironment": []}[name]
 
     @property
     def drop_in(self) -> Path:

@@ -118,13 +118,16 @@ class Look:
         kept = {name: value for name, value in self.unit.environment.items() if passed(name)}
         for name in RESERVED:
             kept.pop(name, None)
-        return kept | {name: value for name, value in self.own.items() if passed(name)}
+        return kept | {name: self.own[name] for name in RESERVED if name in self.own}
 
     def command(self) -> Command:
         """The Python that the unit runs. Where ExecStart does not tell, the running service does."""
-        environment = self.variables()
+        unit = self.unit
+        environment = self.own | unit.environment
+        is_all = not unit["EnvironmentFiles"] and not unit["PassEnvironment"]
         try:
-            found = commands.unwrap(self.unit.argv, environment, read_head, is_file)
+            argv = unit.argv if unit.is_literal else commands.expand(unit.argv, environment, is_all)
+            found = commands.unwrap(argv, environment, read_head, is_file)
         except Opaque as opaque:
             found = self._running(opaque)
         if not is_file(found.interpreter):

@@ -81,6 +81,7 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     command = seen.command()
     _command(command, seen, report)
     _prefix(seen.place, user.pw_uid, report)
+    _hidden(unit, seen.place.prefix, report)
     _gpus(command, report)
     if report.findings:
         return
@@ -121,11 +122,17 @@ def _unit(unit: Unit, report: Report) -> None:
         report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
     if unit["RootDirectory"] or unit["RootImage"]:
         report.find("RootDirectory= or RootImage= gives it a file system of its own, in which PREFIX is not")
+    if set(unit.flags) & {"privileged", "no-setuid"} and unit["User"]:
+        report.find(f"its ExecStart begins with + or !, and so is not started as its User={unit['User']}: remove that")
     if "PYTHONPATH" in {word.partition("=")[0] for word in unit["UnsetEnvironment"]}:
         report.find("UnsetEnvironment= takes PYTHONPATH away: remove it there")
     for name in ("StandardOutput", "StandardError"):
         if unit[name] not in _JOURNAL:
             report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
+    if 0 <= unit["LogLevelMax"] < unit["SyslogLevel"]:
+        report.find(f"LogLevelMax= keeps lines of level {unit['SyslogLevel']} out of the journal: remove it")
+    if unit["LogNamespace"]:
+        report.find(f"LogNamespace={unit['LogNamespace']} is another journal than the one that is looked at: remove it")
     if len(unit["ExecStart"]) != 1:
         report.find(f"it has {len(unit['ExecStart'])} ExecStart commands, and one is understood")
     if not state.is_up:
@@ -145,7 +152,13 @@ def _command(command: Command, seen: Look, report: Report) -> None:
         report.find(problem)
     workers = look.workers_of(command)
     url = look.health_url(command)
-    report.fact("service", f"{workers} worker(s) here, {url}/health {_health(url)}")
+    health = _health(url)
+    report.fact("service", f"{workers} worker(s) here, {url}/health {health}")
+    if health != "answers" and seen.unit.state().active == "active" and seen.pending is None:
+        report.find(
+            f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
+            "write --host and --port into ExecStart"
+        )
     if command.option("--attention-backend") != "triton":
         report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
     if not command.option("--speculative-algorithm"):
@@ -171,6 +184,20 @@ def _prefix(place: Place, user_id: int, report: Report) -> None:
     report.fact("disk", f"{free / (1 << 30):.1f} GiB free for {prefix}")
     if free < DISK_BYTES:
         report.find(f"{existing} has {free >> 20} MiB free, and {DISK_BYTES >> 20} MiB are needed")
+
+
+def _hidden(unit: Unit, prefix: Path, report: Report) -> None:
+    """Whether the unit's own view of the file system has PREFIX in it."""
+    hiding = {path.lstrip("-+"): "InaccessiblePaths=" for path in unit["InaccessiblePaths"]}
+    hiding |= {path: "TemporaryFileSystem=" for path, _ in unit["TemporaryFileSystem"]}
+    if unit["ProtectHome"] in ("yes", "tmpfs"):
+        hiding |= dict.fromkeys(("/home", "/root", "/run/user"), f"ProtectHome={unit['ProtectHome']}")
+    shown = [Path(bind[1]) for bind in (*unit["BindPaths"], *unit["BindReadOnlyPaths"])]
+    for path, setting in hiding.items():
+        if not prefix.is_relative_to(path):
+            continue
+        if not any(prefix.is_relative_to(bind) and bind.is_relative_to(path) for bind in shown):
+            report.find(f"{setting} hides {path}, in which {prefix} lies, from the service: choose another PREFIX")
 
 
 def _gpus(command: Command, report: Report) -> None:
