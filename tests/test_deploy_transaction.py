@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pwd
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,87 @@ def test_every_transaction_looks_at_whose_prefix_it_is(
     monkeypatch.setattr(look, "ownership_problem", lambda prefix: "others may write there")
     with pytest.raises(Refused, match="others may write there"):
         begun(place, action)
+
+
+# --------------------------------------------------------------------------------------------------------- told to stop
+
+
+def test_stop_in_the_middle_puts_everything_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def start(self: Transaction, what: str, serve: bool, patience: float = 0) -> Any:
+        starts.append(what)
+        self.must_restart = True
+        os.kill(os.getpid(), signal.SIGTERM)  # and once more on the way back, which goes on
+
+    monkeypatch.setattr(Transaction, "start", start)
+    before = signal.signal(signal.SIGTERM, transaction._stop)
+    try:
+        doing = begun(place)
+        with pytest.raises(Failed, match="told to stop"):
+            doing.switch(NEW, "on", text_of(place, NEW), object(), False)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert starts == [f"{NEW}, mode on"]
+    assert_old(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the code goes into /run")
+def test_stop_is_for_the_transaction_alone_and_leaves_it_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(systemd, "run", lambda *words, **_: asked.extend(words))
+    monkeypatch.setattr(transaction.wire, "own_zip", lambda: b"")
+    token = transaction.launch({"action": "deploy", "unit": NAME, "by": "somebody"})["token"]
+    Path(f"/run/{token}.pyz").unlink()
+    assert "--property=KillMode=mixed" in asked and "--property=TimeoutStopSec=1500" in asked
+
+
+# ----------------------------------------------------------------------------------------------------- lock and reasons
+
+
+def test_lock_is_for_root_and_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(systemd, "transactions", lambda: ["deploy of x"])
+    lock = transaction.lock_the_host()
+    assert transaction.LOCK.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(transaction.Busy, match="deploy of x"):
+        transaction.lock_the_host()
+    transaction.LOCK.unlink()
+    os.close(lock)
+    os.close(transaction.lock_the_host())
+
+
+def test_lock_of_a_file_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+    flock, removed = transaction.fcntl.flock, []
+
+    def late(lock: int, how: int) -> None:
+        flock(lock, how)
+        if not removed:
+            removed.append(transaction.LOCK.unlink())
+
+    monkeypatch.setattr(transaction.fcntl, "flock", late)
+    lock = transaction.lock_the_host()
+    assert removed and os.path.samestat(os.fstat(lock), transaction.LOCK.stat())
+    os.close(lock)
+
+
+def test_what_nobody_has_foreseen_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code").touch()
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+
+    def fails(order: dict[str, Any]) -> None:
+        raise KeyError("what")
+
+    monkeypatch.setattr(transaction, "Transaction", fails)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert transaction.run_order({"action": "deploy", "code": str(tmp_path / "code")}) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    output, errors = capfd.readouterr()
+    answer = transaction.wire.answer_in(output) or {}
+    assert errors == "" and "unexpected KeyError in test_deploy_transaction.py:" in answer["reason"]
+    assert os.listdir(tmp_path) == []

@@ -8,13 +8,14 @@ the host itself went down in between, first puts back what it says.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from deploy.host.systemd import SystemdError, Unit, run_as
 DOCTOR_SECONDS = 900
 # For a service that worked before: however short the time that a new release is given, this one is waited for.
 PATIENCE = 1200.0
+LOCK = Path("/run/kdtree-deploy.lock")
 
 
 class Transaction:
@@ -107,6 +109,7 @@ class Transaction:
             self.say(f"{self.unit.name} has nothing of ours: nothing to do")
             return
         self.step("switch")
+        carry_on()  # the service without us is where undeploy leads to, and where a way back would lead to
         before = self.begin()
         self.put_drop_in(None)
         if before["active"] and isinstance(self._command, Refused):
@@ -218,6 +221,7 @@ class Transaction:
             self.step("confirm")
             level = self.seen.own.get("KDTREE_LOG_LEVEL", "info")
             start.confirm(look.workers_of(command), command, {"mode": mode, "log_level": level}, self.say)
+            carry_on()
             self.write_state(name, mode, start.invocation, rolled_back)
         except Exception as error:  # whatever it is, the service must not stay between the two
             lines = service.relevant(start.journal.lines) if start else getattr(error, "lines", [])
@@ -273,7 +277,7 @@ class Transaction:
             if before["drop_in"] is not None:
                 # With a full disk, a rename may be all that is possible when it is to be put back.
                 systemd.write_whole(systemd.kept(self.unit.drop_in), before["drop_in"])
-        except OSError:
+        except (OSError, Stopped):
             if self.seen.pending is None:
                 self.end()  # nothing has been changed yet
             raise
@@ -332,6 +336,7 @@ class Transaction:
 
     def put_back_and_wait(self, before: dict[str, Any], why: str) -> None:
         """The service as it was. A step that fails keeps no other from being taken; Failed then says which."""
+        carry_on()
         self.step("roll back")
         self.say(f"FAILED: {why}")
         self.say("putting back what was there before")
@@ -385,6 +390,7 @@ def run_order(order: dict[str, Any]) -> int:
     code = Path(order["code"])
     order["code"] = code.read_bytes()
     code.unlink()  # at once, so that nothing is left behind whatever happens: this process has read all it needs
+    signal.signal(signal.SIGTERM, _stop)
     try:
         lock = lock_the_host()
     except Busy as busy:
@@ -397,8 +403,9 @@ def run_order(order: dict[str, Any]) -> int:
     except (Failed, Refused, ReleaseError, SystemdError) as error:
         result = {"ok": False, "reason": str(error), "lines": getattr(error, "lines", [])}
     except Exception as error:
-        traceback.print_exc()
-        result = {"ok": False, "reason": f"{type(error).__name__}: {error}", "lines": []}
+        result = {"ok": False, "reason": wire.reason(error), "lines": []}
+    carry_on()
+    LOCK.unlink(missing_ok=True)
     os.close(lock)
     wire.say(result)
     return 0 if result["ok"] else 1
@@ -408,18 +415,36 @@ class Busy(Exception):
     """Somebody else is changing this host; the message says who."""
 
 
+class Stopped(Failed):
+    """Somebody stops this transaction, or the host goes down: what has been begun is put back."""
+
+
+def _stop(*_: object) -> None:
+    carry_on()  # once is enough, and the way back is not to be cut off
+    raise Stopped("the transaction was told to stop")
+
+
+def carry_on() -> None:
+    """From here on the way to the end is the shortest one, whoever says stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def lock_the_host() -> int:
-    """One transaction at a time. The lock is on the folder that transactions write to: there is no lock file to be left
-    behind, and the kernel lets go of it when the process ends, however it does.
+    """One transaction at a time. The file is one that only root can open: who may read may lock. The kernel lets go of
+    the lock when the process ends, however it does; whoever has it removes the file at the end.
     """
-    lock = os.open(systemd.UNITS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        others = systemd.transactions()
-        raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
-    return lock
+    while True:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            others = systemd.transactions()
+            raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(LOCK), os.fstat(lock)):
+                return lock
+        os.close(lock)  # of a transaction that ended between our opening and our locking
 
 
 def launch(order: dict[str, Any]) -> dict[str, Any]:
@@ -430,6 +455,8 @@ def launch(order: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(descriptor, "wb") as file:
         file.write(wire.own_zip())
     words = ["systemd-run", "--quiet", "--collect", f"--unit={token}", f"--property=SyslogIdentifier={token}"]
+    # SIGTERM is for the transaction, not for what it has called, and the way back takes the time of a start.
+    words += ["--property=KillMode=mixed", f"--property=TimeoutStopSec={PATIENCE + 300:.0f}"]
     words += [f"--description={order['action']} of {order['unit']} by {order['by']}"]
     words += ["--", sys.executable, "-I", str(code), "transaction", wire.packed({**order, "code": str(code)})]
     try:

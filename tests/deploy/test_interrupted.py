@@ -205,6 +205,18 @@ def test_host_that_dies_in_the_middle(scene: Scene, again: str) -> None:
     scene.assert_whole(release if again == "deploy" else before or "")
 
 
+def test_transaction_that_is_stopped_puts_back_what_was_there(scene: Scene) -> None:
+    before, release = scene.service.runs(), scene.other()
+    scene.service.set_faults(f"never-ready@{release}")
+    process = scene.operator.start("deploy", scene.service.unit)
+    scene.until(process, "active (running), no answer on /health")
+    scene.host.ssh("systemctl stop 'kdtree-deploy-*'")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "told to stop" in output and "as it was before" in output
+    scene.service.set_faults()
+    scene.assert_whole(before or "")
+
+
 # ---------------------------------------------------------------------------------------------------------- at one time
 
 
