@@ -231,6 +231,14 @@ def test_folder_below_prefix_that_somebody_else_could_change(below: str) -> None
         top.rmdir()
 
 
+@pytest.mark.parametrize("action", ["deploy", "rollback"])
+def test_prefix_with_something_else_in_it_is_refused(place: Place, action: str) -> None:
+    (place.prefix / "theirs").touch()
+    with pytest.raises(Refused, match="no deployment has put there"):
+        begun(place, action)
+    begun(place, "undeploy")  # which leaves it alone
+
+
 @pytest.mark.parametrize("action", ["deploy", "rollback", "undeploy"])
 def test_every_transaction_looks_at_whose_prefix_it_is(
     place: Place, monkeypatch: pytest.MonkeyPatch, action: str
@@ -260,6 +268,23 @@ def test_stop_in_the_middle_puts_everything_back(place: Place, monkeypatch: pyte
     finally:
         signal.signal(signal.SIGTERM, before)
     assert starts == [f"{NEW}, mode on"]
+    assert_old(place)
+
+
+def test_stop_on_the_way_back_does_not_cut_it_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = release.point_current
+
+    def stopped(where: Place, name: str | None) -> None:
+        if name == OLD:
+            os.kill(os.getpid(), signal.SIGTERM)
+        point(where, name)
+
+    monkeypatch.setattr(release, "point_current", stopped)
+    before = signal.signal(signal.SIGTERM, transaction._stop)
+    try:
+        assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert_old(place)
 
 
