@@ -282,7 +282,7 @@ def test_only_five_releases_are_kept(scene: Scene) -> None:
         ("emptied", f"/usr/bin/env -i {COMMAND}", "", "`env -i`, which empties the environment"),
         ("filed", COMMAND, "StandardOutput=append:/var/log/x.log\n", "keeps the worker's lines out of the journal"),
         ("fleeting", COMMAND, "DynamicUser=yes\n", "no kernel cache can belong"),
-        ("mistyped", COMMAND, "Environment=KDTREE_GUARD_REL=1\n", "every worker would decline: KDTREE_GUARD_REL"),
+        ("mistyped", COMMAND, "Environment=KDTREE_GUARD=1\n", "every worker would decline: KDTREE_GUARD="),
         ("overridden", COMMAND, "EnvironmentFile=/srv/variables\n", "PYTHONPATH is '/from/a/file' for the service"),
     ],
 )
