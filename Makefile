@@ -14,10 +14,10 @@ CUDA_FILES = $(call SOURCES,'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernel
 
 # What the operator writes behind `make deploy`. Nothing in it is expanded, by make or by a shell: each value goes, as it
 # was written, into an environment variable, and only from make's command line (csh and others export a HOST).
-DEPLOY_WORDS = HOST HOSTS UNIT MODE PREFIX TIMEOUT DRY_RUN FORCE
+override DEPLOY_WORDS = HOST HOSTS UNIT MODE PREFIX TIMEOUT DRY_RUN FORCE
 unexport $(DEPLOY_WORDS)
 $(foreach word,$(DEPLOY_WORDS),$(if $(filter command,$(firstword $(origin $(word)))),\
-    $(eval export DEPLOY_$(word) := $$(value $(word))),$(eval export DEPLOY_$(word) :=)))
+    $(eval override export DEPLOY_$(word) := $$(value $(word))),$(eval override export DEPLOY_$(word) :=)))
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help

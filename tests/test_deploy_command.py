@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.host.command import Command, Opaque, Refused, python_path_problem, unwrap
+from deploy.host.command import Command, Opaque, Refused, expand, python_path_problem, unwrap
 from deploy.host.look import health_url, workers_of
 
 PYTHON = "/opt/venv/bin/python3"
@@ -20,7 +20,9 @@ IN_PATH = {PYTHON, "/usr/bin/python3", "/opt/venv/bin/python", "/opt/other/bin/p
 
 
 def through(*argv: str, **environment: str) -> Command:
-    return unwrap(argv, environment, lambda path: FILES.get(path, ""), lambda path: path in IN_PATH)
+    return unwrap(
+        expand(argv, environment), environment, lambda path: FILES.get(path, ""), lambda path: path in IN_PATH
+    )
 
 
 def words(text: str) -> list[str]:
@@ -50,11 +52,13 @@ def words(text: str) -> list[str]:
         (words("/opt/venv/bin/long --tp 8"), "/opt/a/very/long/path/bin/python"),
         (["${VENV}/bin/python3", "-m", "x", "--tp", "8"], PYTHON),
         (["$RUN", "-m", "x", "--tp", "8"], PYTHON),
+        ([PYTHON, "$ARGS"], PYTHON),
+        ([PYTHON, "-m", "x", "--tp=${TP}", "$NONE"], PYTHON),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_interpreter_behind_its_wrappers(argv: list[str], interpreter: str) -> None:
-    found = through(*argv, VENV="/opt/venv", RUN=PYTHON)
+    found = through(*argv, VENV="/opt/venv", RUN=PYTHON, ARGS="-m x --name 'a b' --tp 8", TP="8", NONE="")
     assert found.interpreter == interpreter and found.flags <= {"u"}
     assert found.option("--tp") == "8" and workers_of(found) == 8
 
@@ -119,6 +123,10 @@ def test_command_that_cannot_be_followed_is_refused_by_name(argv: list[str], sai
         ["/bin/bash", "-c", "`which python` x"],
         ["/bin/bash", "-c", "eval x; python"],
         ["/bin/bash", "-c", "$PY x"],
+        ["/bin/bash", "-c", f"exec {PYTHON} -m x $$ARGS"],
+        ["/bin/bash", "-c", f'exec {PYTHON} -m x "$$@"'],
+        [PYTHON, "-m", "x", "$ARGS"],
+        [PYTHON, "-m", "x", "--port", "${BIND}"],
     ],
     ids=lambda argv: argv[-1],
 )
@@ -177,3 +185,22 @@ def test_workers_that_cannot_be_counted(options: str) -> None:
 )
 def test_where_health_is_asked(options: str, url: str) -> None:
     assert health_url(through(PYTHON, "-m", "x", *options.split())) == url
+
+
+def test_words_of_exec_start_are_those_that_systemd_starts() -> None:
+    environment = {"A": "x  'y z'", "B": "p q", "E": ""}
+    assert expand(["$A", "${B}", "a$A", "$$B", "c${B}$$", "$E"], environment) == [
+        "x",
+        "y z",
+        "p q",
+        "a$A",
+        "$B",
+        "cp q$",
+    ]
+    assert expand(["a", "$$HOME"], {}, is_all=False) == ["a", "$HOME"]
+
+
+@pytest.mark.parametrize("word", ["$KEY", "${KEY}"])
+def test_variable_that_a_file_may_set_is_not_guessed(word: str) -> None:
+    with pytest.raises(Opaque, match="EnvironmentFile="):
+        expand([PYTHON, "--api-key", word], {"KEY": "of-environment"}, is_all=False)

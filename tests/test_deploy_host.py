@@ -95,6 +95,11 @@ def put_together(folder: Path, manifest: dict[str, Any], wheels: dict[str, bytes
     return path
 
 
+def whole(folder: Path) -> Path:
+    """The archive of a release with nothing in its one wheel."""
+    return put_together(folder, {"wheel_key": 1}, {"x-1-py3-none-any.whl": wheel().encode("latin-1")})
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "kdtree", "x.service")
@@ -110,7 +115,7 @@ def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: P
     assert list(release.manifests(place)) == ["1-a"]
     assert not release.install(place, "1-a", None)
 
-    second = put_together(tmp_path, {"vendor_from": "1-a"})
+    second = put_together(tmp_path, {"wheel_key": 1, "vendor_from": "1-a"})
     assert release.install(place, "2-b", second)
     shared = place.releases / "2-b" / "vendor" / "extra.py"
     assert os.path.samefile(shared, folder / "vendor" / "extra.py")
@@ -144,7 +149,7 @@ def test_pruning_keeps_five_and_what_is_in_use(place: Place) -> None:
     for number in range(9):
         folder = place.releases / f"{number}-x"
         folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
+        (folder / "manifest.json").write_text('{"wheel_key": 0}')
         os.utime(folder / "manifest.json", (number, number))
     release.point_current(place, "0-x")
     other = Place(place.prefix, "other.service")
@@ -163,11 +168,76 @@ def test_removing_a_unit_keeps_what_another_one_has(place: Place) -> None:
     other = Place(place.prefix, "other.service")
     for records in (place.records, other.records, place.releases / "1-a"):
         records.mkdir(parents=True)
+    (place.releases / "1-a" / "manifest.json").write_text('{"wheel_key": 0}')
+    other.state.write_text("{}")
     release.point_current(place, "1-a")
     release.remove_everything(place)
     assert (place.releases / "1-a").is_dir() and not place.records.exists()
     release.remove_everything(other)
     assert not place.prefix.exists()
+
+
+@pytest.fixture
+def theirs(place: Place) -> dict[str, str]:
+    """Another application's PREFIX, laid out as ours is: its files, by name."""
+    for number in range(8):
+        folder = place.releases / f"{number}-x"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text('{"name": "of another application"}')
+    (place.prefix / "incoming").mkdir()
+    (place.prefix / "incoming" / "upload.tar").touch()
+    (place.units / "pump").mkdir(parents=True)
+    (place.units / "pump" / "serial").touch()
+    place.current.symlink_to("/srv/elsewhere")
+    return tree(place.prefix)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(path): os.readlink(path) if path.is_symlink() else "" for path in sorted(folder.rglob("*"))}
+
+
+def test_prefix_of_another_application_is_refused_and_left_alone(place: Place, theirs: dict[str, str]) -> None:
+    problem = release.foreign_problem(place) or ""
+    assert "no deployment has put there" in problem and str(place.current) in problem
+    assert release.manifests(place) == {} and release.prune(place) == []
+    with pytest.raises(ReleaseError, match="not been made by a deployment"):
+        release.point_current(place, "0-x")
+    release.point_current(place, None)
+    release.remove_everything(place)
+    assert tree(place.prefix) == theirs
+
+
+def test_undeploy_takes_ours_from_among_theirs(place: Place, theirs: dict[str, str], tmp_path: Path) -> None:
+    release.install(place, "9-z", whole(tmp_path))
+    place.records.mkdir()
+    place.state.write_text("{}")
+    release.remove_everything(place)
+    assert tree(place.prefix) == theirs
+
+
+def test_prefix_with_only_ours_is_not_refused(place: Place, tmp_path: Path) -> None:
+    assert release.foreign_problem(place) is None
+    release.install(place, "1-a", whole(tmp_path))
+    place.records.mkdir(parents=True)
+    place.pending.write_text("{}")
+    release.point_current(place, "1-a")
+    (place.prefix / "incoming").mkdir()
+    (place.prefix / "incoming" / "0.1.0-0123456789ab-dirty-fedcba98-00c0ffee.tar").touch()
+    (place.releases / "0.1.0-0123456789ab").mkdir()
+    (place.prefix / "lost+found").mkdir()
+    assert release.foreign_problem(place) is None
+
+
+def test_half_removed_release_blocks_no_name(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.releases / "1-a").mkdir(parents=True)
+    (place.releases / "1-a" / "rest").touch()
+    assert release.install(place, "1-a", whole(tmp_path))
+    assert release.manifests(place) and not (place.releases / "1-a" / "rest").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(release.shutil, "rmtree", lambda *_, **__: None)  # cut off at its start
+        release.remove(place.releases / "1-a")
+    assert release.manifests(place) == {} and not (place.releases / "1-a").exists()
+    assert release.prune(place) == [] and list(place.releases.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")

@@ -122,3 +122,10 @@ def test_make_passes_every_word_on_as_it_was_written(makefile: Path, tmp_path: P
 def test_make_takes_words_from_its_command_line_only(makefile: Path) -> None:
     """csh and others export HOST, the name of the operator's own machine."""
     assert make(makefile, "UNIT=x", HOST="mine", FORCE="1", DEPLOY_MODE="off", UNIT="y") == {"UNIT": "x"}
+
+
+@pytest.mark.parametrize("name", ["DEPLOY_HOST", "DEPLOY_FORCE", "DEPLOY_UNIT", "DEPLOY_WORDS"])
+def test_make_does_not_expand_its_own_names_for_these_words(makefile: Path, tmp_path: Path, name: str) -> None:
+    trap = tmp_path / "trap"
+    assert make(makefile, f"{name}=$(shell touch {trap})", "UNIT=x") == {"UNIT": "x"}
+    assert not trap.exists()

@@ -91,8 +91,10 @@ Exists = Callable[[str], bool]
 
 
 def unwrap(argv: Sequence[str], environment: Mapping[str, str], read_head: ReadHead, exists: Exists) -> Command:
-    """The Python command in `argv`. Raises Refused, or Opaque where only the running process can tell."""
-    words = [_expand(word, environment) for word in argv]
+    """The Python command in `argv`, whose words are those that are started. Raises Refused, or Opaque where only the
+    running process can tell.
+    """
+    words = list(argv)
     path = environment.get("PATH", DEFAULT_PATH)
     wrappers: list[str] = []
     overrides: dict[str, str] = {}
@@ -131,15 +133,30 @@ def _find(program: str, path: str, exists: Exists) -> str:
     raise Refused(f"{program} is not found in PATH={path}")
 
 
-def _expand(word: str, environment: Mapping[str, str]) -> str:
-    """systemd replaces ${NAME} anywhere and $NAME as a whole word, and writes a dollar as $$."""
-    if re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", word):
-        return environment.get(word[1:], "")
+def expand(argv: Sequence[str], environment: Mapping[str, str], is_all: bool = True) -> list[str]:
+    """The words that systemd makes of those of ExecStart: ${NAME} is replaced anywhere, $NAME as a whole word and then
+    split, and $$ is a dollar. `environment` is Environment=; `is_all`: nothing else can set a variable. Raises Opaque
+    for a variable of which only the running process can tell what it was.
+    """
 
-    def value(match: re.Match[str]) -> str:
-        return "$" if match[0] == "$$" else environment.get(match[1], match[0])
+    def value(name: str) -> str:
+        if name not in environment:
+            raise Opaque(f"ExecStart has ${name}, which no Environment= of the unit sets")
+        if not is_all:
+            raise Opaque(f"ExecStart has ${name}, which EnvironmentFile= or PassEnvironment= may set")
+        return environment[name]
 
-    return re.sub(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)\}", value, word)
+    words: list[str] = []
+    for word in argv:
+        if re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", word):
+            try:
+                words += shlex.split(value(word[1:]))
+            except ValueError as error:
+                raise Opaque(f"ExecStart has {word}, whose value cannot be split: {error}") from error
+        else:
+            pattern = r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)\}"
+            words.append(re.sub(pattern, lambda match: "$" if match[0] == "$$" else value(match[1]), word))
+    return words
 
 
 def _python_flags(words: list[str]) -> tuple[frozenset[str], list[str]]:
@@ -252,9 +269,10 @@ def _through_shell(program: str, words: list[str], overrides: dict[str, str], pa
         if equals:
             overrides[name] = value
         last = last[1:]
-    # What the shell would put in for "$@" and the like, nobody knows here; among the arguments it may stay.
-    if last and "$" in last[0]:
-        raise Opaque(f"the command of {program} -c begins with {last[0]}, whose value cannot be known")
+    # Port and ranks may be in it, and a default in their place would be a guess.
+    for word in last:
+        if "$" in word:
+            raise Opaque(f"the command of {program} -c has {word} in it, whose value cannot be known")
     return last, path
 
 

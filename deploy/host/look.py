@@ -87,8 +87,10 @@ class Look:
         self.drop_in = read_text(unit.drop_in)
         self.state = read_json(self.place.state)
         self.pending = read_json(self.place.pending)
-        texts = {path: path.read_text() for path in unit.files()}
-        self.own = environment_of(text for path, text in texts.items() if path != unit.drop_in)
+        # A file that is gone is one that systemd has not been told of yet: see reads_stale.
+        texts = {path: text for path in unit.files() if (text := read_text(path)) is not None}
+        ours = unit.drop_in.resolve()  # UNIT.d may be a link
+        self.own = environment_of(text for path, text in texts.items() if path.resolve() != ours)
         # True after an edit, and after a transaction that died between a file and the daemon-reload for it.
         self.reads_stale = bool(unit["NeedDaemonReload"])
         # The same reading with our drop-in must give what systemd says, or it is not to be trusted.
@@ -116,13 +118,16 @@ class Look:
         kept = {name: value for name, value in self.unit.environment.items() if passed(name)}
         for name in RESERVED:
             kept.pop(name, None)
-        return kept | {name: value for name, value in self.own.items() if passed(name)}
+        return kept | {name: self.own[name] for name in RESERVED if name in self.own}
 
     def command(self) -> Command:
         """The Python that the unit runs. Where ExecStart does not tell, the running service does."""
-        environment = self.variables()
+        unit = self.unit
+        environment = self.own | unit.environment
+        is_all = not unit["EnvironmentFiles"] and not unit["PassEnvironment"]
         try:
-            found = commands.unwrap(self.unit.argv, environment, read_head, is_file)
+            argv = unit.argv if unit.is_literal else commands.expand(unit.argv, environment, is_all)
+            found = commands.unwrap(argv, environment, read_head, is_file)
         except Opaque as opaque:
             found = self._running(opaque)
         if not is_file(found.interpreter):
@@ -202,21 +207,33 @@ def secrets_of(unit: Unit, pid: int) -> list[str]:
     return sorted((value for value in found if len(value) > 3), key=len, reverse=True)
 
 
-def prefix_problem(prefix: Path, user_id: int) -> str | None:
-    """Why releases may not lie under `prefix`: somebody else could change them, or the service could not read them."""
-    for folder in (prefix, *prefix.parents):
+def ownership_problem(prefix: Path) -> str | None:
+    """Who else than root could change what lies under `prefix`: what root does is read from there."""
+    folders = [prefix, *prefix.parents, *(prefix / name for name in ("releases", "units", "incoming"))]
+    folders += [*prefix.glob("releases/*"), *prefix.glob("units/*")]
+    for path in (*folders, *prefix.glob("units/*/*.json")):
         try:
-            info = os.lstat(folder)
+            info = os.lstat(path)
         except FileNotFoundError:
             continue
-        if not stat.S_ISDIR(info.st_mode):
-            return f"{folder} is not a folder"
+        kind = "a plain file" if path not in folders else "a folder"
+        if not (stat.S_ISDIR(info.st_mode) if path in folders else stat.S_ISREG(info.st_mode)):
+            return f"{path} is not {kind}"
         if info.st_uid != 0:
-            return f"{folder} belongs to uid {info.st_uid}, who could replace what is under it: choose a PREFIX of root"
+            return f"{path} belongs to uid {info.st_uid}, who could change what is there: choose a PREFIX of root"
         if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"others may write to {folder} (mode {stat.S_IMODE(info.st_mode):04o}): choose another PREFIX"
-        if user_id != 0 and not info.st_mode & stat.S_IXOTH:
-            return f"the service's user cannot enter {folder} (mode {stat.S_IMODE(info.st_mode):04o})"
+            return f"others may write to {path} (mode {stat.S_IMODE(info.st_mode):04o}): choose another PREFIX"
+    return None
+
+
+def prefix_problem(prefix: Path, user_id: int) -> str | None:
+    """Why releases may not lie under `prefix`: somebody else could change them, or the service could not read them."""
+    problem = ownership_problem(prefix)
+    if problem:
+        return problem
+    for folder in (prefix, *prefix.parents) if user_id != 0 else ():
+        if folder.exists() and not folder.stat().st_mode & stat.S_IXOTH:
+            return f"the service's user cannot enter {folder} (mode {stat.S_IMODE(folder.stat().st_mode):04o})"
     existing = next(folder for folder in (prefix, *prefix.parents) if folder.exists())
     if os.statvfs(existing).f_flag & os.ST_NOEXEC:
         return f"{existing} is mounted noexec: libraries there cannot be loaded"
@@ -256,6 +273,17 @@ def health_url(command: Command) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(host, host)
     scheme = "https" if command.option("--ssl-keyfile") else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def drop_in_problem(drop_in: str | None, place: Place) -> str | None:
+    """Why what is in place of our drop-in cannot be dealt with under this PREFIX."""
+    if drop_in is None or release_of(drop_in, place) is not None:
+        return None
+    entry = environment_of([drop_in]).get("PYTHONPATH", "").split(":")[0]
+    if entry.count("/") > 2 and Path(entry).parent.name == "releases":
+        prefix = Path(entry).parent.parent
+        return f"the unit's drop-in is of another PREFIX, {prefix}: say PREFIX={prefix}"
+    return "the unit has a drop-in of our name that no deployment has written: take it away or give it another name"
 
 
 def release_of(drop_in: str | None, place: Place) -> str | None:

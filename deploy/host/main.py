@@ -17,7 +17,10 @@ def main() -> None:
 
         sys.exit(transaction.run_order(order))
     kept = wire.quiet_stdout()
-    answer = _answer(command, order)
+    try:
+        answer = _answer(command, order)
+    except Exception as error:
+        sys.exit(wire.reason(error))
     os.dup2(kept, 1)
     wire.say(answer)
     # The backend may have been imported, and what it leaves running is none of our business.

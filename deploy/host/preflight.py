@@ -18,13 +18,14 @@ from typing import Any
 from deploy.host import gpus, look, service, wire
 from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
-from deploy.host.release import drop_in_text, manifests
+from deploy.host.release import drop_in_text, foreign_problem, manifests
 from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
 from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
 # wrapt and cupy unpacked, the archive they come in, and the kernels.
 DISK_BYTES = 1 << 30
+TRANSIENT = "/run/systemd/transient/"
 _JOURNAL = ("journal", "journal+console", "syslog", "syslog+console", "kmsg", "kmsg+console", "inherit")
 
 
@@ -73,10 +74,14 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     seen = Look(unit, Path(order["prefix"]))
     if seen.reads_stale and seen.pending is None:
         report.find("its files have changed since systemd read them: look at them, then run systemctl daemon-reload")
+    problem = look.drop_in_problem(seen.drop_in, seen.place)
+    if problem:
+        report.find(problem)
     user = unit.user
     command = seen.command()
     _command(command, seen, report)
-    _prefix(seen.place.prefix, user.pw_uid, report)
+    _prefix(seen.place, user.pw_uid, report)
+    _hidden(unit, seen.place.prefix, report)
     _gpus(command, report)
     if report.findings:
         return
@@ -108,15 +113,26 @@ def _alike(name: str) -> str:
 def _unit(unit: Unit, report: Report) -> None:
     state = unit.state()
     report.fact("unit", f"{unit.name}, {state.active} ({state.sub}), {unit['FragmentPath'] or 'no file of its own'}")
+    if unit["FragmentPath"].startswith(TRANSIENT):
+        report.find("it is a transient unit, which systemd forgets when it ends: make a unit file of it first")
+    folder = unit.drop_in.parent
+    if os.path.lexists(folder) and not folder.is_dir():
+        report.find(f"{folder} is no folder, so that there can be no drop-in in it")
     if unit["DynamicUser"]:
         report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
     if unit["RootDirectory"] or unit["RootImage"]:
         report.find("RootDirectory= or RootImage= gives it a file system of its own, in which PREFIX is not")
+    if set(unit.flags) & {"privileged", "no-setuid"} and unit["User"]:
+        report.find(f"its ExecStart begins with + or !, and so is not started as its User={unit['User']}: remove that")
     if "PYTHONPATH" in {word.partition("=")[0] for word in unit["UnsetEnvironment"]}:
         report.find("UnsetEnvironment= takes PYTHONPATH away: remove it there")
     for name in ("StandardOutput", "StandardError"):
         if unit[name] not in _JOURNAL:
             report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
+    if 0 <= unit["LogLevelMax"] < unit["SyslogLevel"]:
+        report.find(f"LogLevelMax= keeps lines of level {unit['SyslogLevel']} out of the journal: remove it")
+    if unit["LogNamespace"]:
+        report.find(f"LogNamespace={unit['LogNamespace']} is another journal than the one that is looked at: remove it")
     if len(unit["ExecStart"]) != 1:
         report.find(f"it has {len(unit['ExecStart'])} ExecStart commands, and one is understood")
     if not state.is_up:
@@ -136,7 +152,13 @@ def _command(command: Command, seen: Look, report: Report) -> None:
         report.find(problem)
     workers = look.workers_of(command)
     url = look.health_url(command)
-    report.fact("service", f"{workers} worker(s) here, {url}/health {_health(url)}")
+    health = _health(url)
+    report.fact("service", f"{workers} worker(s) here, {url}/health {health}")
+    if health != "answers" and seen.unit.state().active == "active" and seen.pending is None:
+        report.find(
+            f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
+            "write --host and --port into ExecStart"
+        )
     if command.option("--attention-backend") != "triton":
         report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
     if not command.option("--speculative-algorithm"):
@@ -151,8 +173,9 @@ def _health(url: str) -> str:
         return f"does not answer ({getattr(error, 'reason', error)})"
 
 
-def _prefix(prefix: Path, user_id: int, report: Report) -> None:
-    problem = look.prefix_problem(prefix, user_id)
+def _prefix(place: Place, user_id: int, report: Report) -> None:
+    prefix = place.prefix
+    problem = look.prefix_problem(prefix, user_id) or foreign_problem(place)
     if problem:
         report.find(problem)
         return
@@ -161,6 +184,20 @@ def _prefix(prefix: Path, user_id: int, report: Report) -> None:
     report.fact("disk", f"{free / (1 << 30):.1f} GiB free for {prefix}")
     if free < DISK_BYTES:
         report.find(f"{existing} has {free >> 20} MiB free, and {DISK_BYTES >> 20} MiB are needed")
+
+
+def _hidden(unit: Unit, prefix: Path, report: Report) -> None:
+    """Whether the unit's own view of the file system has PREFIX in it."""
+    hiding = {path.lstrip("-+"): "InaccessiblePaths=" for path in unit["InaccessiblePaths"]}
+    hiding |= {path: "TemporaryFileSystem=" for path, _ in unit["TemporaryFileSystem"]}
+    if unit["ProtectHome"] in ("yes", "tmpfs"):
+        hiding |= dict.fromkeys(("/home", "/root", "/run/user"), f"ProtectHome={unit['ProtectHome']}")
+    shown = [Path(bind[1]) for bind in (*unit["BindPaths"], *unit["BindReadOnlyPaths"])]
+    for path, setting in hiding.items():
+        if not prefix.is_relative_to(path):
+            continue
+        if not any(prefix.is_relative_to(bind) and bind.is_relative_to(path) for bind in shown):
+            report.find(f"{setting} hides {path}, in which {prefix} lies, from the service: choose another PREFIX")
 
 
 def _gpus(command: Command, report: Report) -> None:
@@ -237,8 +274,8 @@ def _reserved(seen: Look, report: Report) -> None:
     except SettingError as error:
         report.find(f"every worker would decline: {error}")
     for path in seen.unit.files():
-        later = path.name > DROP_IN and path.suffix == ".conf"
-        if later and (names := sorted(set(look.RESERVED) & set(environment_of([path.read_text()])))):
+        text = (look.read_text(path) if path.name > DROP_IN and path.suffix == ".conf" else None) or ""
+        if names := sorted(set(look.RESERVED) & set(environment_of([text]))):
             report.find(f"{path} is read after our {DROP_IN} and sets {', '.join(names)}: give it a lower number")
     for entry in filter(None, seen.python_path.split(":")):
         if os.path.isfile(f"{entry}/kdtree_patch/boot.py"):

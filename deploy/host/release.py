@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host.look import Place, read_json
-from deploy.host.systemd import quoted, sync_folder
+from deploy.host.systemd import environment_of, quoted, sync_folder
+from kdtree_patch.settings import MODES
 
 KEEP = 5
 MANIFEST = "manifest.json"
 _HALF = ".part-"
+# The names that deploy.bundle gives, and those of the archives that steps.py sends.
+_NAME = r"[0-9][0-9A-Za-z.+]*-[0-9a-f]{12}(-dirty-[0-9a-f]{8})?"
+_ARCHIVE = _NAME + r"-[0-9a-f]{8}\.tar"
+_NEW_LINK = ".current.new"
+_RECORDS = {"state.json", "pending.json", ".state.json.new", ".pending.json.new"}
 # Archives of deployments that were cut off while they were sent.
 _STALE_SECONDS = 86400.0
 
@@ -42,24 +48,97 @@ def drop_in_text(release: Path, python_path: str, mode: str, user_id: int) -> st
     )
 
 
+def is_drop_in(text: str, place: Place) -> bool:
+    """Whether this is, to the letter, what `drop_in_text` writes for a release of this PREFIX."""
+    try:
+        found = environment_of([text])
+        entry, _, python_path = found["PYTHONPATH"].partition(":")
+        folder, user_id = Path(entry), Path(found["KDTREE_CACHE_DIR"]).name
+    except (ValueError, KeyError):
+        return False
+    if folder.parent != place.releases or not user_id.isdecimal() or found["KDTREE_MODE"] not in MODES:
+        return False
+    return text == drop_in_text(folder, python_path, found["KDTREE_MODE"], int(user_id))
+
+
 def cache_of(release: Path, user_id: int) -> Path:
     """A cache belongs to one user, and units with other users may share a release."""
     return release / "cache" / str(user_id)
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether this is a whole release of ours: it carries our manifest."""
+    try:
+        manifest = None if folder.is_symlink() else read_json(folder / MANIFEST)
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and "wheel_key" in manifest
+
+
+def _is_half(folder: Path) -> bool:
+    """Whether this is what an installation or a removal that was cut off has left of a release of ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    bare = re.fullmatch(_NAME, folder.name) is not None and not (folder / MANIFEST).exists()
+    return folder.name.startswith(_HALF) or bare
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def foreign(place: Place) -> list[Path]:
+    """What lies under PREFIX and has not been put there by a deployment: `releases` and `current` are common names."""
+    found: list[Path] = []
+    for path in _inside(place.prefix):
+        if path in (place.current, place.prefix / _NEW_LINK):
+            if not path.is_symlink() or Path(os.readlink(path)).parent != Path("releases"):
+                found.append(path)
+        elif path.is_symlink() or not path.is_dir():
+            found.append(path)
+        elif path == place.releases:
+            found += [entry for entry in _inside(path) if not is_ours(entry) and not _is_half(entry)]
+        elif path == place.units:
+            found += [entry for entry in _inside(path) if {part.name for part in _inside(entry)} - _RECORDS]
+            found += [entry for entry in _inside(path) if entry.is_symlink() or not entry.is_dir()]
+        elif path == place.prefix / "incoming":
+            found += [entry for entry in _inside(path) if not re.fullmatch(_ARCHIVE, entry.name)]
+        elif path.name != "lost+found":
+            found.append(path)
+    return found
+
+
+def foreign_problem(place: Place) -> str | None:
+    """Why nothing may be deployed under PREFIX, if something there is not ours."""
+    found = foreign(place)
+    if not found:
+        return None
+    names = ", ".join(str(path) for path in found[:3]) + (" ..." if len(found) > 3 else "")
+    return f"{place.prefix} has something in it that no deployment has put there ({names}): choose another PREFIX"
+
+
 def manifests(place: Place) -> dict[str, Any]:
     """Of every whole release, by name."""
     found = {}
-    for path in sorted(place.releases.glob(f"*/{MANIFEST}")):
-        if not path.parent.name.startswith(_HALF):
-            found[path.parent.name] = read_json(path)
+    for folder in _inside(place.releases):
+        if is_ours(folder) and not folder.name.startswith(_HALF):
+            found[folder.name] = read_json(folder / MANIFEST)
     return found
+
+
+def remove(folder: Path) -> None:
+    """Removes a release. What a cut leaves of it has a name that says so, never that of a whole one."""
+    half = folder.with_name(f"{_HALF}gone-{folder.name.removeprefix(_HALF)}")
+    if folder != half:
+        shutil.rmtree(half, ignore_errors=True)
+        os.rename(folder, half)
+    shutil.rmtree(half, ignore_errors=True)
 
 
 def install(place: Place, name: str, archive: Path | None) -> bool:
     """Unpacks a release and puts it in place in one step. False if it is there already."""
     release = place.releases / name
-    if (release / MANIFEST).is_file():
+    if is_ours(release):
         return False
     if archive is None or not archive.is_file():
         raise ReleaseError(f"release {name} is neither on the host nor has it been sent")
@@ -86,6 +165,8 @@ def install(place: Place, name: str, archive: Path | None) -> bool:
         for entry in files:
             os.chmod(os.path.join(folder, entry), 0o644)
     os.sync()
+    if release.is_dir() and not (release / MANIFEST).exists():
+        remove(release)  # what a removal that was cut off has left
     os.rename(half, release)
     sync_folder(place.releases)
     return True
@@ -131,11 +212,17 @@ def own_cache(release: Path, user_id: int, group_id: int) -> None:
 
 
 def point_current(place: Place, name: str | None) -> None:
-    """Flips `current`, the release that was last confirmed on this host, in one step. None removes it."""
+    """Flips `current`, the release that was last confirmed on this host, in one step. None removes it. Raises
+    ReleaseError if `current` is somebody else's.
+    """
+    if os.path.lexists(place.current) and current(place) is None:
+        if name is None:
+            return
+        raise ReleaseError(f"{place.current} has not been made by a deployment: choose another PREFIX")
     if name is None:
         place.current.unlink(missing_ok=True)
         return
-    temporary = place.prefix / ".current.new"
+    temporary = place.prefix / _NEW_LINK
     temporary.unlink(missing_ok=True)
     os.symlink(f"releases/{name}", temporary)
     os.replace(temporary, place.current)
@@ -143,7 +230,9 @@ def point_current(place: Place, name: str | None) -> None:
 
 
 def current(place: Place) -> str | None:
-    return Path(os.readlink(place.current)).name if place.current.is_symlink() else None
+    """The release that `current` is linked to; None where there is no such link of ours."""
+    target = Path(os.readlink(place.current)) if place.current.is_symlink() else Path()
+    return target.name if target.parent == Path("releases") and target.name else None
 
 
 def in_use(place: Place) -> set[str]:
@@ -159,25 +248,49 @@ def in_use(place: Place) -> set[str]:
 
 def prune(place: Place) -> list[str]:
     """Removes what is older than the last five releases and in nobody's use, and what was left half done."""
-    releases = [path for path in place.releases.iterdir() if not path.name.startswith(_HALF)]
-    releases.sort(key=lambda path: (path / MANIFEST).stat().st_mtime if (path / MANIFEST).exists() else 0, reverse=True)
+    releases = [place.releases / name for name in manifests(place)]
+    releases.sort(key=lambda path: (path / MANIFEST).stat().st_mtime, reverse=True)
     used = in_use(place)
     gone = [path for path in releases[KEEP:] if path.name not in used]
-    for path in [*gone, *place.releases.glob(f"{_HALF}*")]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in (place.prefix / "incoming").glob("*"):
+    for path in [*gone, *filter(_is_half, _inside(place.releases))]:
+        if path.name not in used:
+            remove(path)
+    for path in _archives(place):
         if path.stat().st_mtime < time.time() - _STALE_SECONDS:
             path.unlink(missing_ok=True)
     return [path.name for path in gone]
 
 
+def _archives(place: Place) -> list[Path]:
+    return [path for path in _inside(place.prefix / "incoming") if re.fullmatch(_ARCHIVE, path.name)]
+
+
 def remove_everything(place: Place) -> None:
-    """What this unit had here, and the rest too if no other unit has anything."""
-    shutil.rmtree(place.records, ignore_errors=True)
-    if place.units.is_dir() and any(place.units.iterdir()):
+    """What this unit had here, and the rest of what is ours too if no other unit has anything. What is not ours stays,
+    and a PREFIX in which nothing is ours is not touched at all.
+    """
+    had_records = place.records.is_dir() and not place.records.is_symlink()
+    for name in _RECORDS if had_records else ():
+        (place.records / name).unlink(missing_ok=True)
+    _remove_empty(place.records)
+    others = [folder for folder in _inside(place.units) if {path.name for path in _inside(folder)} & _RECORDS]
+    if others:
         return
-    for folder in (place.units, place.releases, place.prefix / "incoming"):
-        shutil.rmtree(folder, ignore_errors=True)
-    place.current.unlink(missing_ok=True)
-    if place.prefix.is_dir() and not any(place.prefix.iterdir()):
-        place.prefix.rmdir()
+    ours = [folder for folder in _inside(place.releases) if is_ours(folder) or _is_half(folder)]
+    archives = _archives(place)
+    if not (had_records or ours or archives or (place.prefix / "incoming").is_dir() and not foreign(place)):
+        return
+    target = current(place)
+    if target is not None and (place.releases / target in ours or not (place.releases / target).exists()):
+        place.current.unlink()
+    for folder in ours:
+        remove(folder)
+    for path in archives:
+        path.unlink(missing_ok=True)
+    for folder in (place.units, place.releases, place.prefix / "incoming", place.prefix):
+        _remove_empty(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -5,6 +5,7 @@ D-Bus rather than the text of `systemctl show`, which does not quote: a word wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -31,8 +32,11 @@ _OF_UNIT = (
 _OF_SERVICE = (
     *("ExecStart", "User", "Group", "DynamicUser", "WorkingDirectory", "RootDirectory", "RootImage"),
     *("Environment", "EnvironmentFiles", "UnsetEnvironment", "PassEnvironment"),
-    *("StandardOutput", "StandardError", "MainPID", "NRestarts", "Result"),
+    *("StandardOutput", "StandardError", "SyslogLevel", "LogLevelMax", "MainPID", "NRestarts", "Result"),
+    *("TemporaryFileSystem", "InaccessiblePaths", "BindPaths", "BindReadOnlyPaths", "ProtectHome"),
 )
+# Properties that not every systemd has, and what a unit has in their place there.
+_NEWER: dict[str, Any] = {"ExecStartEx": [], "LogNamespace": ""}
 
 
 class SystemdError(Exception):
@@ -86,7 +90,13 @@ class Unit:
 
     def refresh(self) -> None:
         """Reads the configuration again, after a daemon-reload."""
-        self._values = self._get(_UNIT, _OF_UNIT) | (self._get(_SERVICE, _OF_SERVICE) if self._is_service() else {})
+        self._values = self._get(_UNIT, _OF_UNIT)
+        if not self._is_service():
+            return
+        self._values |= _NEWER | self._get(_SERVICE, _OF_SERVICE)
+        for name in _NEWER:
+            with contextlib.suppress(SystemdError):
+                self._values |= self._get(_SERVICE, (name,))
 
     def _is_service(self) -> bool:
         return self.name.endswith(".service")
@@ -119,6 +129,16 @@ class Unit:
     def argv(self) -> list[str]:
         """Of its one ExecStart."""
         return list(self["ExecStart"][0][1])
+
+    @property
+    def flags(self) -> list[str]:
+        """What stands before its ExecStart: "privileged" for +, "no-setuid" for !, "no-env-expand" for :."""
+        return list(self["ExecStartEx"][0][2]) if self["ExecStartEx"] else []
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether systemd leaves the dollars in ExecStart as they are."""
+        return "no-env-expand" in self.flags
 
     @property
     def user(self) -> pwd.struct_passwd:
@@ -242,6 +262,17 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
 def half_written(path: Path) -> Path:
     """What `write_whole` leaves behind if it is killed."""
     return path.with_name(f".{path.name}.new")
+
+
+def kept(path: Path) -> Path:
+    """Beside a drop-in, where systemd does not read it: what it said before a change that is under way."""
+    return path.with_name(f".{path.name}.before")
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes UNIT.d if nothing is left in it. One that is a link is somebody's own arrangement, and stays."""
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

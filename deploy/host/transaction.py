@@ -8,19 +8,21 @@ the host itself went down in between, first puts back what it says.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import signal
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deploy.host import gpus, look, release, service, systemd, wire
 from deploy.host.command import Command, Refused, python_path_problem
-from deploy.host.look import Look
+from deploy.host.look import Look, read_text
 from deploy.host.release import ReleaseError
 from deploy.host.service import Failed, Start
 from deploy.host.systemd import SystemdError, Unit, run_as
@@ -28,6 +30,7 @@ from deploy.host.systemd import SystemdError, Unit, run_as
 DOCTOR_SECONDS = 900
 # For a service that worked before: however short the time that a new release is given, this one is waited for.
 PATIENCE = 1200.0
+LOCK = Path("/run/kdtree-deploy.lock")
 
 
 class Transaction:
@@ -42,6 +45,15 @@ class Transaction:
             raise Refused(
                 f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
             )
+        place = self.seen.place
+        problem = look.ownership_problem(self.prefix) or look.drop_in_problem(self.seen.drop_in, place)
+        if problem is None and order["action"] != "undeploy":  # which leaves alone what is not ours
+            problem = release.foreign_problem(place)
+        if problem:
+            raise Refused(problem)
+        pending = self.seen.pending
+        if pending is not None and not self._is_safe(pending):
+            raise Refused(f"{place.pending} has not been written by a deployment: look at it, then remove it")
         self.must_restart = False
         self._step = ""
         # Now, because it may be the running service that tells, which a failed start leaves us without.
@@ -54,6 +66,14 @@ class Transaction:
     @property
     def unit(self) -> Unit:
         return self.seen.unit
+
+    def _is_safe(self, record: dict[str, Any]) -> bool:
+        """Whether root may put back what a record says: drop-ins of ours, or the very text that is there already."""
+        text, name = record.get("drop_in"), record.get("current")
+        known = text is None or text in (self.seen.drop_in, read_text(systemd.kept(self.unit.drop_in)))
+        if not known and not (isinstance(text, str) and release.is_drop_in(text, self.seen.place)):
+            return False
+        return name is None or isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
 
     def command(self) -> Command:
         if isinstance(self._command, Refused):
@@ -89,6 +109,7 @@ class Transaction:
             self.say(f"{self.unit.name} has nothing of ours: nothing to do")
             return
         self.step("switch")
+        carry_on()  # the service without us is where undeploy leads to, and where a way back would lead to
         before = self.begin()
         self.put_drop_in(None)
         if before["active"] and isinstance(self._command, Refused):
@@ -98,8 +119,10 @@ class Transaction:
             try:
                 self.start("stock", serve=False, patience=PATIENCE)
             except Failed as failed:
+                self.end()
                 release.remove_everything(self.seen.place)
                 raise Failed(f"{failed}; nothing of ours is left in the unit, so the reason lies elsewhere") from failed
+        self.end()
         release.remove_everything(self.seen.place)
         self.say(f"{self.unit.name} is as it was before the first deployment")
 
@@ -120,7 +143,7 @@ class Transaction:
             self.doctor(place.releases / name, command)
         except Exception as error:
             if new:
-                shutil.rmtree(place.releases / name, ignore_errors=True)
+                release.remove(place.releases / name)
             if self.must_restart:
                 self.put_back_and_wait(self.seen.pending or {}, str(error))
             else:
@@ -198,12 +221,16 @@ class Transaction:
             self.step("confirm")
             level = self.seen.own.get("KDTREE_LOG_LEVEL", "info")
             start.confirm(look.workers_of(command), command, {"mode": mode, "log_level": level}, self.say)
+            carry_on()
             self.write_state(name, mode, start.invocation, rolled_back)
         except Exception as error:  # whatever it is, the service must not stay between the two
             lines = service.relevant(start.journal.lines) if start else getattr(error, "lines", [])
-            self.put_back_and_wait(before, f"{error}")
+            try:
+                self.put_back_and_wait(before, f"{error}")
+            except Failed as failed:
+                raise Failed(str(failed), failed.lines or lines) from error
             raise Failed(str(error), lines) from error
-        place.pending.unlink(missing_ok=True)
+        self.end()
         self.say(f"{self.unit.name} runs {name} in mode {mode}")
 
     def write_state(self, name: str, mode: str, invocation: str, rolled_back: bool) -> None:
@@ -228,39 +255,57 @@ class Transaction:
         if pending is None:
             return
         self.say("the last change of this unit was cut off before it was confirmed: putting back what was there before")
-        self.put_drop_in(pending["drop_in"])
+        self.put_drop_in(pending["drop_in"], back=True)
         release.point_current(self.seen.place, pending["current"])
         self.must_restart = True
 
     def begin(self) -> dict[str, Any]:
         """Writes down what is there now. From here on, until the outcome is certain, it can be put back."""
         place = self.seen.place
-        if self.seen.pending is not None:
-            return self.seen.pending
-        place.records.mkdir(parents=True, exist_ok=True)
-        before = {
-            "drop_in": self.seen.drop_in,
-            "current": release.current(place),
-            "active": self.unit.state().is_up,
-            "action": self.order["action"],
-            "release": self.order.get("release"),
-        }
-        systemd.write_whole(place.pending, json.dumps(before), mode=0o600)
+        before = self.seen.pending
+        if before is None:
+            place.records.mkdir(parents=True, exist_ok=True)
+            before = {
+                "drop_in": self.seen.drop_in,
+                "current": release.current(place),
+                "active": self.unit.state().is_up,
+                "action": self.order["action"],
+                "release": self.order.get("release"),
+            }
+        try:
+            systemd.write_whole(place.pending, json.dumps(before), mode=0o600)
+            if before["drop_in"] is not None:
+                # With a full disk, a rename may be all that is possible when it is to be put back.
+                systemd.write_whole(systemd.kept(self.unit.drop_in), before["drop_in"])
+        except (OSError, Stopped):
+            if self.seen.pending is None:
+                self.end()  # nothing has been changed yet
+            raise
         return before
 
-    def put_drop_in(self, text: str | None) -> None:
-        """Writes or removes the drop-in, and has systemd read it."""
+    def put_drop_in(self, text: str | None, back: bool = False) -> None:
+        """Writes or removes the drop-in, and has systemd read it. `back`: the text is the one that `begin` has kept."""
         path = self.unit.drop_in
         if text is None:
             path.unlink(missing_ok=True)
             systemd.half_written(path).unlink(missing_ok=True)
-            if path.parent.is_dir() and not any(path.parent.iterdir()):
-                path.parent.rmdir()
-        else:
+            systemd.remove_folder(path.parent)
+        elif back and read_text(systemd.kept(path)) == text:
+            os.replace(systemd.kept(path), path)
+            systemd.half_written(path).unlink(missing_ok=True)
+        elif text != read_text(path):
             path.parent.mkdir(exist_ok=True)
             systemd.write_whole(path, text)
         systemd.reload_manager()
         self.unit.refresh()
+
+    def end(self) -> None:
+        """The outcome is certain: there is nothing to be put back any more."""
+        kept = systemd.kept(self.unit.drop_in)
+        for path in (kept, systemd.half_written(kept)):
+            path.unlink(missing_ok=True)
+        systemd.remove_folder(kept.parent)
+        self.seen.place.pending.unlink(missing_ok=True)
 
     def check_environment(self, text: str) -> None:
         """That systemd now has what the drop-in says."""
@@ -290,24 +335,42 @@ class Transaction:
         return start
 
     def put_back_and_wait(self, before: dict[str, Any], why: str) -> None:
+        """The service as it was. A step that fails keeps no other from being taken; Failed then says which."""
+        carry_on()
         self.step("roll back")
         self.say(f"FAILED: {why}")
         self.say("putting back what was there before")
-        self.put_drop_in(before["drop_in"])
-        release.point_current(self.seen.place, before["current"])
+        place = self.seen.place
+        problems: list[str] = []
+
+        def attempt(what: str, step: Callable[[], object]) -> None:
+            try:
+                step()
+            except (OSError, ReleaseError, SystemdError) as error:
+                problems.append(f"{what}: {error}")
+                self.say(f"{what}: {error}")
+
+        attempt(f"{self.unit.drop_in} could not be put back", lambda: self.put_drop_in(before["drop_in"], back=True))
+        attempt(f"{place.current} could not be put back", lambda: release.point_current(place, before["current"]))
         if not self.must_restart:
             self.say("the service has not been touched")
-        elif before["active"]:
+        elif not before["active"]:
+            attempt(f"{self.unit.name} could not be stopped", lambda: systemd.stop(self.unit.name))
+        elif isinstance(self._command, Refused):
+            self.say(f"restarting {self.unit.name}: whether it is healthy cannot be told ({self._command})")
+            attempt(f"{self.unit.name} could not be restarted", lambda: systemd.restart(self.unit.name))
+        else:
             try:
                 self.start("as it was before", serve=False, patience=PATIENCE)
-            except Failed as failed:
-                text = f"{why}; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
-                raise Failed(text, failed.lines) from failed
-        else:
-            systemd.stop(self.unit.name)
-        self.seen.place.pending.unlink(missing_ok=True)
+            except (Failed, SystemdError) as failed:
+                text = "; ".join([why, *problems])
+                text += f"; AND THE SERVICE AS IT WAS BEFORE DOES NOT START EITHER: {failed}"
+                raise Failed(text, getattr(failed, "lines", [])) from failed
+        if problems:  # what is pending stays, so that the next run takes these steps again
+            raise Failed("; ".join([why, *problems]) + "; put that right and run the same command again")
+        attempt("what was kept to be put back could not be removed", self.end)
         if self.seen.state is None:
-            shutil.rmtree(self.seen.place.records, ignore_errors=True)
+            shutil.rmtree(place.records, ignore_errors=True)
         self.say(f"{self.unit.name} is as it was before" + ("" if before["active"] else ", not running"))
 
     # ------------------------------------------------------------------------------------------------------------ lines
@@ -327,6 +390,7 @@ def run_order(order: dict[str, Any]) -> int:
     code = Path(order["code"])
     order["code"] = code.read_bytes()
     code.unlink()  # at once, so that nothing is left behind whatever happens: this process has read all it needs
+    signal.signal(signal.SIGTERM, _stop)
     try:
         lock = lock_the_host()
     except Busy as busy:
@@ -339,8 +403,9 @@ def run_order(order: dict[str, Any]) -> int:
     except (Failed, Refused, ReleaseError, SystemdError) as error:
         result = {"ok": False, "reason": str(error), "lines": getattr(error, "lines", [])}
     except Exception as error:
-        traceback.print_exc()
-        result = {"ok": False, "reason": f"{type(error).__name__}: {error}", "lines": []}
+        result = {"ok": False, "reason": wire.reason(error), "lines": []}
+    carry_on()
+    LOCK.unlink(missing_ok=True)
     os.close(lock)
     wire.say(result)
     return 0 if result["ok"] else 1
@@ -350,18 +415,36 @@ class Busy(Exception):
     """Somebody else is changing this host; the message says who."""
 
 
+class Stopped(Failed):
+    """Somebody stops this transaction, or the host goes down: what has been begun is put back."""
+
+
+def _stop(*_: object) -> None:
+    carry_on()  # once is enough, and the way back is not to be cut off
+    raise Stopped("the transaction was told to stop")
+
+
+def carry_on() -> None:
+    """From here on the way to the end is the shortest one, whoever says stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def lock_the_host() -> int:
-    """One transaction at a time. The lock is on the folder that transactions write to: there is no lock file to be left
-    behind, and the kernel lets go of it when the process ends, however it does.
+    """One transaction at a time. The file is one that only root can open: who may read may lock. The kernel lets go of
+    the lock when the process ends, however it does; whoever has it removes the file at the end.
     """
-    lock = os.open(systemd.UNITS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        others = systemd.transactions()
-        raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
-    return lock
+    while True:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            others = systemd.transactions()
+            raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(LOCK), os.fstat(lock)):
+                return lock
+        os.close(lock)  # of a transaction that ended between our opening and our locking
 
 
 def launch(order: dict[str, Any]) -> dict[str, Any]:
@@ -372,6 +455,8 @@ def launch(order: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(descriptor, "wb") as file:
         file.write(wire.own_zip())
     words = ["systemd-run", "--quiet", "--collect", f"--unit={token}", f"--property=SyslogIdentifier={token}"]
+    # SIGTERM is for the transaction, not for what it has called, and the way back takes the time of a start.
+    words += ["--property=KillMode=mixed", f"--property=TimeoutStopSec={PATIENCE + 300:.0f}"]
     words += [f"--description={order['action']} of {order['unit']} by {order['by']}"]
     words += ["--", sys.executable, "-I", str(code), "transaction", wire.packed({**order, "code": str(code)})]
     try:

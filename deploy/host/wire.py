@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 LOADER = (
@@ -71,3 +72,13 @@ def quiet_stdout() -> int:
 
 def is_answer(line: str) -> bool:
     return line.startswith(_ANSWER)
+
+
+def reason(error: BaseException) -> str:
+    """One line for an error that nobody has foreseen: what it says, and where it comes from."""
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, OSError):
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" in {os.path.basename(last[0].filename)}:{last[0].lineno}" if last else ""
+    return f"unexpected {type(error).__name__}{where}: {text}; this is a fault of kdtree_patch, please report it"

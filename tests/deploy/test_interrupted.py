@@ -205,6 +205,18 @@ def test_host_that_dies_in_the_middle(scene: Scene, again: str) -> None:
     scene.assert_whole(release if again == "deploy" else before or "")
 
 
+def test_transaction_that_is_stopped_puts_back_what_was_there(scene: Scene) -> None:
+    before, release = scene.service.runs(), scene.other()
+    scene.service.set_faults(f"never-ready@{release}")
+    process = scene.operator.start("deploy", scene.service.unit)
+    scene.until(process, "active (running), no answer on /health")
+    scene.host.ssh("systemctl stop 'kdtree-deploy-*'")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "told to stop" in output and "as it was before" in output
+    scene.service.set_faults()
+    scene.assert_whole(before or "")
+
+
 # ---------------------------------------------------------------------------------------------------------- at one time
 
 
@@ -270,7 +282,7 @@ def test_only_five_releases_are_kept(scene: Scene) -> None:
         ("emptied", f"/usr/bin/env -i {COMMAND}", "", "`env -i`, which empties the environment"),
         ("filed", COMMAND, "StandardOutput=append:/var/log/x.log\n", "keeps the worker's lines out of the journal"),
         ("fleeting", COMMAND, "DynamicUser=yes\n", "no kernel cache can belong"),
-        ("mistyped", COMMAND, "Environment=KDTREE_GUARD_REL=1\n", "every worker would decline: KDTREE_GUARD_REL"),
+        ("mistyped", COMMAND, "Environment=KDTREE_GUARD=1\n", "every worker would decline: KDTREE_GUARD="),
         ("overridden", COMMAND, "EnvironmentFile=/srv/variables\n", "PYTHONPATH is '/from/a/file' for the service"),
     ],
 )

@@ -1,0 +1,349 @@
+"""`deploy.host.transaction` without a host: what it writes and puts back, with systemd's part of it stood in for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pwd
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.host import look, release, systemd, transaction
+from deploy.host.command import Refused
+from deploy.host.look import Look, Place, ownership_problem
+from deploy.host.release import drop_in_text
+from deploy.host.service import Failed
+from deploy.host.systemd import State, environment_of
+from deploy.host.transaction import Transaction
+
+NAME = "x.service"
+OLD, NEW = "0.1.0-000000000001", "0.1.0-000000000002"
+
+
+class StandIn:
+    """A unit whose files are real, and which systemd has read whenever `refresh` was called."""
+
+    name = NAME
+    argv = ["/bin/sh", "/opt/start.sh"]
+    is_literal = False
+    user = pwd.struct_passwd(("nobody", "x", 65534, 65534, "", "/", "/bin/false"))
+
+    def __init__(self, name: str):
+        self.stale = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        folder = self.drop_in.parent
+        self._files = [systemd.UNITS / NAME, *sorted(folder.glob("*.conf"))]
+        self.environment = environment_of(path.read_text() for path in self._files)
+
+    def __getitem__(self, name: str) -> Any:
+        return {"NeedDaemonReload": self.stale, "EnvironmentFiles": [], "PassEnvironment": []}[name]
+
+    @property
+    def drop_in(self) -> Path:
+        return systemd.UNITS / f"{NAME}.d" / systemd.DROP_IN
+
+    def files(self) -> list[Path]:
+        return self._files
+
+    def state(self) -> State:
+        return State("active", "running", "1" * 32, 0, "success", 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A unit with OLD deployed and NEW beside it."""
+    place = Place(tmp_path / "kdtree", NAME)
+    monkeypatch.setattr(systemd, "UNITS", tmp_path / "units")
+    monkeypatch.setattr(transaction, "Unit", StandIn)
+    monkeypatch.setattr(systemd, "run", lambda *words, **_: "")
+    monkeypatch.setattr(look, "ownership_problem", lambda prefix: None)  # of /tmp; it has tests of its own
+    systemd.UNITS.mkdir()
+    (systemd.UNITS / NAME).write_text('[Service]\nEnvironment="PYTHONPATH=/mine"\n')
+    for name in (OLD, NEW):
+        (place.releases / name).mkdir(parents=True)
+        (place.releases / name / release.MANIFEST).write_text('{"wheel_key": 0}')
+    place.records.mkdir(parents=True)
+    place.state.write_text(json.dumps({"release": OLD, "mode": "on", "previous": None, "rolled_back": False}))
+    release.point_current(place, OLD)
+    drop_in(place, OLD)
+    return place
+
+
+def text_of(place: Place, name: str) -> str:
+    return drop_in_text(place.releases / name, "/mine", "on", 65534)
+
+
+def drop_in(place: Place, name: str) -> None:
+    path = systemd.UNITS / f"{NAME}.d" / systemd.DROP_IN
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text_of(place, name))
+
+
+def begun(place: Place, action: str = "deploy") -> Transaction:
+    order = {"action": action, "unit": NAME, "prefix": str(place.prefix), "timeout": 1, "by": "somebody"}
+    return Transaction({**order, "mode": "on", "release": NEW, "archive": ""})
+
+
+def switch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A switch to NEW whose service never gets ready. Returns what was started; raises what the switch does."""
+    starts: list[str] = []
+
+    def start(self: Transaction, what: str, serve: bool, patience: float = 0) -> Any:
+        starts.append(what)
+        self.must_restart = True
+        if what.startswith(NEW):
+            raise Failed("it never got ready")
+
+    monkeypatch.setattr(Transaction, "start", start)
+    doing = begun(place)
+    doing._command = object()  # type: ignore[assignment]
+    with pytest.raises(Failed) as caught:
+        doing.switch(NEW, "on", text_of(place, NEW), doing._command, False)  # type: ignore[arg-type]
+    return [str(caught.value), *starts]
+
+
+def assert_old(place: Place) -> None:
+    unit = StandIn(NAME)
+    assert unit.drop_in.read_text() == text_of(place, OLD) and release.current(place) == OLD
+    assert os.listdir(unit.drop_in.parent) == [systemd.DROP_IN] and not place.pending.exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ roll back
+
+
+def test_failed_switch_puts_everything_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
+    assert_old(place)
+
+
+def test_full_disk_while_putting_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the restart on nothing can be written: a rename is still possible."""
+    begin = Transaction.check_environment
+
+    def full(path: Path, text: str, mode: int = 0) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def check(self: Transaction, text: str) -> None:
+        begin(self, text)
+        monkeypatch.setattr(systemd, "write_whole", full)
+
+    monkeypatch.setattr(Transaction, "check_environment", check)
+    assert switch(place, monkeypatch)[1:] == [f"{NEW}, mode on", "as it was before"]
+    assert_old(place)
+
+
+def test_step_back_that_fails_keeps_no_other_from_being_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = release.point_current
+
+    def fails(where: Place, name: str | None) -> None:
+        if name == OLD:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        point(where, name)
+
+    monkeypatch.setattr(release, "point_current", fails)
+    reason, *starts = switch(place, monkeypatch)
+    assert starts == [f"{NEW}, mode on", "as it was before"]
+    assert "could not be put back" in reason and "No space left" in reason and "run the same command again" in reason
+    assert StandIn(NAME).drop_in.read_text() == text_of(place, OLD) and place.pending.exists()
+
+
+def test_folder_of_drop_ins_that_is_a_link(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first deployment of a unit: what is put back is that there is no drop-in."""
+    folder = systemd.UNITS / f"{NAME}.d"
+    (folder / systemd.DROP_IN).unlink()
+    folder.rmdir()
+    (tmp_path / "kept-elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "kept-elsewhere")
+    assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
+    assert not place.pending.exists() and folder.is_symlink() and list(folder.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------- what is believed
+
+
+def test_cut_between_the_drop_in_and_the_reload(place: Place) -> None:
+    """systemd still names a file that is gone, and every command must be able to look at that."""
+    unit = StandIn(NAME)
+    unit.stale = True
+    unit.drop_in.unlink()
+    seen = Look(unit, place.prefix)  # type: ignore[arg-type]
+    assert seen.drop_in is None and seen.python_path == "/mine" and seen.reads_stale
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Service]\nExecStartPre=+/bin/sh -c 'touch /root-was-here'\n",
+        "{ours}ExecStartPre=+/bin/sh\n",
+        "{ours}\n",
+        "",
+        ["x"],
+    ],
+)
+def test_recorded_drop_in_that_is_not_ours_is_refused(place: Place, text: Any) -> None:
+    text = text.replace("{ours}", text_of(place, OLD)) if isinstance(text, str) else text
+    place.pending.write_text(json.dumps({"drop_in": text, "current": OLD, "active": True}))
+    for action in ("rollback", "undeploy", "deploy"):
+        with pytest.raises(Refused, match="not been written by a deployment"):
+            begun(place, action)
+
+
+def test_recorded_drop_in_of_ours_is_believed(place: Place) -> None:
+    place.pending.write_text(json.dumps({"drop_in": text_of(place, NEW), "current": NEW, "active": True}))
+    doing = begun(place, "rollback")
+    doing.recover()
+    assert StandIn(NAME).drop_in.read_text() == text_of(place, NEW) and release.current(place) == NEW
+
+
+@pytest.mark.parametrize("action", ["deploy", "rollback", "undeploy"])
+def test_another_prefix_than_that_of_the_drop_in_is_refused(place: Place, tmp_path: Path, action: str) -> None:
+    other = Place(tmp_path / "other", NAME)
+    with pytest.raises(Refused, match=f"PREFIX={place.prefix}$"):
+        begun(other, action)
+    StandIn(NAME).drop_in.write_text("[Service]\nNice=5\n")
+    with pytest.raises(Refused, match="no deployment has written"):
+        begun(place, action)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
+@pytest.mark.parametrize("below", ["releases", f"releases/{OLD}", "units", f"units/{NAME}", "incoming"])
+def test_folder_below_prefix_that_somebody_else_could_change(below: str) -> None:
+    top = Path("/srv") / f"kdtree-test-{os.getpid()}"
+    folder = top / below
+    folder.mkdir(parents=True)
+    try:
+        assert ownership_problem(top) is None
+        folder.chmod(0o777)
+        assert f"others may write to {folder}" in (ownership_problem(top) or "")
+        folder.chmod(0o755)
+        os.chown(folder, 1000, 0)
+        assert f"{folder} belongs to uid 1000" in (ownership_problem(top) or "")
+    finally:
+        folder.rmdir()
+        if folder.parent != top:
+            folder.parent.rmdir()
+        top.rmdir()
+
+
+@pytest.mark.parametrize("action", ["deploy", "rollback"])
+def test_prefix_with_something_else_in_it_is_refused(place: Place, action: str) -> None:
+    (place.prefix / "theirs").touch()
+    with pytest.raises(Refused, match="no deployment has put there"):
+        begun(place, action)
+    begun(place, "undeploy")  # which leaves it alone
+
+
+@pytest.mark.parametrize("action", ["deploy", "rollback", "undeploy"])
+def test_every_transaction_looks_at_whose_prefix_it_is(
+    place: Place, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    monkeypatch.setattr(look, "ownership_problem", lambda prefix: "others may write there")
+    with pytest.raises(Refused, match="others may write there"):
+        begun(place, action)
+
+
+# --------------------------------------------------------------------------------------------------------- told to stop
+
+
+def test_stop_in_the_middle_puts_everything_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def start(self: Transaction, what: str, serve: bool, patience: float = 0) -> Any:
+        starts.append(what)
+        self.must_restart = True
+        os.kill(os.getpid(), signal.SIGTERM)  # and once more on the way back, which goes on
+
+    monkeypatch.setattr(Transaction, "start", start)
+    before = signal.signal(signal.SIGTERM, transaction._stop)
+    try:
+        doing = begun(place)
+        with pytest.raises(Failed, match="told to stop"):
+            doing.switch(NEW, "on", text_of(place, NEW), object(), False)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert starts == [f"{NEW}, mode on"]
+    assert_old(place)
+
+
+def test_stop_on_the_way_back_does_not_cut_it_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = release.point_current
+
+    def stopped(where: Place, name: str | None) -> None:
+        if name == OLD:
+            os.kill(os.getpid(), signal.SIGTERM)
+        point(where, name)
+
+    monkeypatch.setattr(release, "point_current", stopped)
+    before = signal.signal(signal.SIGTERM, transaction._stop)
+    try:
+        assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert_old(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the code goes into /run")
+def test_stop_is_for_the_transaction_alone_and_leaves_it_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(systemd, "run", lambda *words, **_: asked.extend(words))
+    monkeypatch.setattr(transaction.wire, "own_zip", lambda: b"")
+    token = transaction.launch({"action": "deploy", "unit": NAME, "by": "somebody"})["token"]
+    Path(f"/run/{token}.pyz").unlink()
+    assert "--property=KillMode=mixed" in asked and "--property=TimeoutStopSec=1500" in asked
+
+
+# ----------------------------------------------------------------------------------------------------- lock and reasons
+
+
+def test_lock_is_for_root_and_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(systemd, "transactions", lambda: ["deploy of x"])
+    lock = transaction.lock_the_host()
+    assert transaction.LOCK.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(transaction.Busy, match="deploy of x"):
+        transaction.lock_the_host()
+    transaction.LOCK.unlink()
+    os.close(lock)
+    os.close(transaction.lock_the_host())
+
+
+def test_lock_of_a_file_that_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+    flock, removed = transaction.fcntl.flock, []
+
+    def late(lock: int, how: int) -> None:
+        flock(lock, how)
+        if not removed:
+            removed.append(transaction.LOCK.unlink())
+
+    monkeypatch.setattr(transaction.fcntl, "flock", late)
+    lock = transaction.lock_the_host()
+    assert removed and os.path.samestat(os.fstat(lock), transaction.LOCK.stat())
+    os.close(lock)
+
+
+def test_what_nobody_has_foreseen_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code").touch()
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+
+    def fails(order: dict[str, Any]) -> None:
+        raise KeyError("what")
+
+    monkeypatch.setattr(transaction, "Transaction", fails)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert transaction.run_order({"action": "deploy", "code": str(tmp_path / "code")}) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    output, errors = capfd.readouterr()
+    answer = transaction.wire.answer_in(output) or {}
+    assert errors == "" and "unexpected KeyError in test_deploy_transaction.py:" in answer["reason"]
+    assert os.listdir(tmp_path) == []
