@@ -240,13 +240,6 @@ HOPPER_MUTANTS = [
         "    unsigned char* const s_prob",
     ),
     Mutant(
-        "missing_prob_fence",
-        "wgmma may not see P",
-        "    fence_proxy_async();\n    __syncwarp();",
-        "    __syncwarp();",
-        target="host-races",
-    ),
-    Mutant(
         "one_factor_buffer",
         "factors are written over while a value warpgroup reads them",
         "(hand_overs - before & 1) * G::kRows",
