@@ -18,6 +18,9 @@ override DEPLOY_WORDS = HOST HOSTS UNIT MODE PREFIX TIMEOUT DRY_RUN FORCE
 unexport $(DEPLOY_WORDS)
 $(foreach word,$(DEPLOY_WORDS),$(if $(filter command,$(firstword $(origin $(word)))),\
     $(eval override export DEPLOY_$(word) := $$(value $(word))),$(eval override export DEPLOY_$(word) :=)))
+# Names on the command line that nobody has a use for: DRYRUN=1 must not be a deployment.
+override export DEPLOY_UNKNOWN := $(strip $(foreach word,$(filter-out $(DEPLOY_WORDS) PYTHON ARGS CXX,$(.VARIABLES)),\
+    $(if $(filter command,$(firstword $(origin $(word)))),$(word))))
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help

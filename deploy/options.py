@@ -53,6 +53,9 @@ class Options:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Options:
         """Raises UsageError with the first thing that is wrong."""
+        unknown = environ.get("DEPLOY_UNKNOWN", "").split()
+        if unknown:
+            raise UsageError(f"{unknown[0]} means nothing here, and nothing has been done: {', '.join(NAMES)} do")
         given = {name: environ.get(f"DEPLOY_{name}", "") for name in NAMES}
         words = [*given["HOST"].split(), *given["HOSTS"].split()]
         if len(given["HOST"].split()) > 1:

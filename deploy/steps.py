@@ -102,8 +102,6 @@ def preflight(host: Host, options: Options, source: Source) -> Target:
     except (ConnectionLost, RemoteError) as error:
         report = {"facts": [], "findings": [str(error)], "warnings": [], "plan": [], "data": {}}
     show(report["facts"])
-    if options.mode == "shadow" and report["data"].get("graphs"):
-        report["warnings"].append("shadow mode validates nothing under CUDA graphs: start with --disable-cuda-graph")
     for text in report["warnings"]:
         say(f"    warning: {text}")
     for text in report["findings"]:

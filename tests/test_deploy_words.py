@@ -124,6 +124,14 @@ def test_make_takes_words_from_its_command_line_only(makefile: Path) -> None:
     assert make(makefile, "UNIT=x", HOST="mine", FORCE="1", DEPLOY_MODE="off", UNIT="y") == {"UNIT": "x"}
 
 
+def test_a_word_that_means_nothing_is_refused(makefile: Path) -> None:
+    """DRYRUN=1 for DRY_RUN=1 would otherwise be a deployment."""
+    words = make(makefile, "HOST=h1", "UNIT=x", "DRYRUN=1", "PYTHON=python3", "ARGS=")
+    assert words == {"HOST": "h1", "UNIT": "x", "UNKNOWN": "DRYRUN"}
+    with pytest.raises(UsageError, match="DRYRUN means nothing here, and nothing has been done: HOST, .* DRY_RUN"):
+        options(**words)
+
+
 @pytest.mark.parametrize("name", ["DEPLOY_HOST", "DEPLOY_FORCE", "DEPLOY_UNIT", "DEPLOY_WORDS"])
 def test_make_does_not_expand_its_own_names_for_these_words(makefile: Path, tmp_path: Path, name: str) -> None:
     trap = tmp_path / "trap"

@@ -163,7 +163,6 @@ def _command(command: Command, seen: Look, report: Report) -> None:
         report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
     if not command.option("--speculative-algorithm"):
         report.warn("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
-    report.data["graphs"] = not command.has("--disable-cuda-graph")
 
 
 def _health(url: str) -> str:

@@ -30,7 +30,8 @@ from deploy.host.systemd import SystemdError, Unit, run_as
 DOCTOR_SECONDS = 900
 # For a service that worked before: however short the time that a new release is given, this one is waited for.
 PATIENCE = 1200.0
-LOCK = Path("/run/kdtree-deploy.lock")
+RUN = Path("/run")
+LOCK = RUN / "kdtree-deploy.lock"
 
 
 class Transaction:
@@ -450,7 +451,7 @@ def lock_the_host() -> int:
 def launch(order: dict[str, Any]) -> dict[str, Any]:
     """Starts a transaction and returns at once with its name, as a unit and in the journal."""
     token = f"{systemd.TRANSACTION}{os.urandom(6).hex()}"
-    code = Path(f"/run/{token}.pyz")
+    code = RUN / f"{token}.pyz"
     descriptor = os.open(code, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(wire.own_zip())
