@@ -83,7 +83,7 @@ def start_compiling(settings: Settings) -> CompileJob | None:
         return None
     from kdtree_patch import compile as compiling
 
-    targets = compiling.visible_targets()
+    targets = compiling.visible_targets(config=settings.config)
     if not targets:
         return None
     job = compiling.CompileJob(targets, settings.cache_dir)

@@ -53,9 +53,10 @@ NVRTC_SINCE: dict[str, tuple[int, int]] = {
     "sm_120a": (12, 8),
 }
 NVRTC_TARGETS = tuple(NVRTC_SINCE)
-# The targets that `cubin_target` may answer, lowest compute capability first. sm_90a has the Hopper configuration
-# beside the portable one.
-GPU_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+# The targets that `cubin_target` may answer for the portable configuration; the others compile but run on one compute
+# capability only.
+GPU_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# The one target of the hopper configuration. A cubin holds one configuration: nobody waits for the other to compile.
 HOPPER_TARGET = "sm_90a"
 
 HOST_FLAGS: dict[str, tuple[str, ...]] = {
@@ -113,22 +114,17 @@ class CompileResult:
 # -------------------------------------------------------------------------------------------------------------- targets
 
 
-def cubin_target(capability: tuple[int, int]) -> str | None:
-    """The target whose cubin runs on a compute capability: the same major, the highest minor that is not above it.
-    None if there is none.
+def cubin_target(capability: tuple[int, int], config: str = "portable") -> str | None:
+    """The target whose cubin has a configuration and runs on a compute capability: the same major, the highest minor
+    that is not above it. None if there is none; hopper is for 9.0 alone.
     """
+    if config == "hopper":
+        return HOPPER_TARGET if capability == (9, 0) else None
     if capability in EMBEDDED:
         return None
-    fitting = [t for t in GPU_TARGETS if runs_on(t, capability)]
+    major, minor = capability
+    fitting = [t for t in GPU_TARGETS if divmod(int(t[3:]), 10)[0] == major and divmod(int(t[3:]), 10)[1] <= minor]
     return fitting[-1] if fitting else None
-
-
-def runs_on(target: str, capability: tuple[int, int]) -> bool:
-    """Whether a target's cubin runs on a compute capability: on the same major and no lower minor, or, if its name ends
-    in a, on that one alone.
-    """
-    major, minor = divmod(int(target.removeprefix("sm_").removesuffix("a")), 10)
-    return capability == (major, minor) if target.endswith("a") else capability[0] == major and capability[1] >= minor
 
 
 def unsupported_reason(capability: tuple[int, int]) -> str:
@@ -145,20 +141,20 @@ class _NvmlError(Exception):
     pass
 
 
-def visible_targets(library: str = "libnvidia-ml.so.1") -> list[str]:
-    """The targets that serve this host's GPUs, each once, by asking NVML: no CUDA call, no context. Empty without GPUs
-    or without NVML.
+def visible_targets(library: str = "libnvidia-ml.so.1", config: str = "portable") -> list[str]:
+    """The targets that serve this host's GPUs in a configuration, each once, by asking NVML: no CUDA call, no context.
+    Empty without GPUs or without NVML.
 
     CUDA_VISIBLE_DEVICES is not looked at: a cubin too many costs seconds of a process that nobody waits for.
     """
     try:
         nvml = ctypes.CDLL(library)
-        return _targets_from(nvml)
+        return _targets_from(nvml, config)
     except (OSError, AttributeError, _NvmlError):
         return []
 
 
-def _targets_from(nvml: ctypes.CDLL) -> list[str]:
+def _targets_from(nvml: ctypes.CDLL, config: str) -> list[str]:
     def call(name: str, *arguments: Any) -> None:
         if getattr(nvml, name)(*arguments) != 0:
             raise _NvmlError(name)
@@ -175,7 +171,7 @@ def _targets_from(nvml: ctypes.CDLL) -> list[str]:
                 call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
             except _NvmlError:
                 continue  # a GPU that has fallen off the bus must not hide the others
-            target = cubin_target((major.value, minor.value))
+            target = cubin_target((major.value, minor.value), config)
             if target is not None and target not in targets:
                 targets.append(target)
         return targets

@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"compile: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
         return 2
     set_level(settings.log_level)
-    targets = list(dict.fromkeys(arguments.arch or compiling.visible_targets() or compiling.GPU_TARGETS))
+    targets = list(
+        dict.fromkeys(arguments.arch or compiling.visible_targets(config=settings.config) or compiling.GPU_TARGETS)
+    )
     reports = []
     for target in targets:
         report = examine(target, settings.cache_dir)
@@ -81,7 +83,7 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
             asked = dynamic.get(kernel.name, 0)
             shared = None if asked is None else kernel.static_shared + asked
             report["kernels"].append({**asdict(kernel), "shared": shared})
-            report["findings"] += judge(kernel, shared)
+            report["findings"] += judge(kernel, shared, configuration(target).shared_limit)
         missing = sorted(set(dynamic) - {kernel.name for kernel in result.kernels})
         report["findings"] += [f"{name} is not in the cubin" for name in missing]
         report["path"] = str(compiling.keep(result, cache_dir, kernels))
@@ -95,29 +97,23 @@ def dynamic_shared(target: str) -> dict[str, int | None]:
     multiprocessors the GPU has, and is small on all of them.
     """
     asked: dict[str, int | None] = {}
-    for configuration in tiles.CONFIGS.values():
-        if configuration.name == "hopper" and target != compiling.HOPPER_TARGET:
-            continue
-        for variant, element in itertools.product(configuration.variants, tiles.ELEMENTS):
-            asked[variant.kernel_name(element)] = variant.shared_bytes
-            asked[variant.combine_name(element)] = None
+    for variant, element in itertools.product(configuration(target).variants, tiles.ELEMENTS):
+        asked[variant.kernel_name(element)] = variant.shared_bytes
+        asked[variant.combine_name(element)] = None
     return asked
 
 
-def shared_limit(name: str) -> int:
-    """What the smallest part that runs a kernel allows a block."""
-    hopper = tiles.CONFIGS["hopper"]
-    wide = {variant.kernel_name(element) for variant in hopper.variants for element in tiles.ELEMENTS}
-    return hopper.shared_limit if name in wide else tiles.CONFIGS["portable"].shared_limit
+def configuration(target: str) -> tiles.Configuration:
+    """The one that a target's cubin holds."""
+    return tiles.CONFIGS["hopper" if target == compiling.HOPPER_TARGET else "portable"]
 
 
-def judge(kernel: compiling.KernelResources, shared: int | None) -> list[str]:
+def judge(kernel: compiling.KernelResources, shared: int | None, limit: int) -> list[str]:
     findings = []
     if kernel.spill_stores or kernel.spill_loads:
         findings.append(f"{kernel.name} spills {kernel.spill_stores} bytes and reads {kernel.spill_loads} back")
     if kernel.registers > MAX_REGISTERS:
         findings.append(f"{kernel.name} uses {kernel.registers} registers, more than {MAX_REGISTERS}")
-    limit = shared_limit(kernel.name)
     if shared is not None and shared > limit:
         findings.append(f"{kernel.name} takes {shared} bytes of shared memory, more than {limit}")
     return findings

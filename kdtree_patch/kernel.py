@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -109,11 +109,11 @@ class VerifyKernel:
                 library = compiling.cached_binary("host", cache_dir)
                 return cls(device, host_launcher(library), HOST_WORKERS, "host", tiles.CONFIGS[config])
             properties = torch.cuda.get_device_properties(device)
-            target = compiling.cubin_target((properties.major, properties.minor))
+            capability = (properties.major, properties.minor)
+            target = compiling.cubin_target(capability, config)
             if target is None:
-                reason = compiling.unsupported_reason((properties.major, properties.minor))
-                raise KernelUnavailable("compute_capability", f"{properties.name}: {reason}")
-            chosen = choose_config(config, target)
+                raise unavailable(properties.name, capability, config)
+            chosen = tiles.CONFIGS[config]
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
             launcher = gpu_launcher(cubin, device, chosen, cache_dir)
             return cls(device, launcher, properties.multi_processor_count, target, chosen)
@@ -149,6 +149,7 @@ class VerifyKernel:
         heads = q.shape[1]
         cut = self.config.cut_rows(q_len, heads)
         bs = qo_indptr.shape[0] - 1
+        plan = plan_call(ELEMENTS[q.dtype], cut, bs, self.workers)
         size = q.element_size()
         params = self._params
         wide = torch.int64
@@ -182,44 +183,41 @@ class VerifyKernel:
             + 4 * (kv_indices.dtype == wide)
             + 8 * (mask_indptr is not None and mask_indptr.dtype == wide),
             scale * LOG2_E,
-            fragment_warps(bs * cut.row_blocks, self.workers),
+            plan.fragment_warps,
         )
-        self._launcher(call_steps(ELEMENTS[q.dtype], cut, bs, self.workers), self._params_address)
+        self._launcher(plan.steps, self._params_address)
 
 
-def choose_config(name: str, target: str) -> tiles.Configuration:
-    """The configuration of that name. Raises KernelUnavailable if the target does not have it."""
-    if name == "hopper" and target != compiling.HOPPER_TARGET:
-        raise KernelUnavailable(
-            "configuration", f"the hopper configuration needs compute capability 9.0, this device runs {target}"
-        )
-    return tiles.CONFIGS[name]
-
-
-@lru_cache(maxsize=4096)
-def call_steps(element: str, cut: tiles.Cut, bs: int, workers: int) -> tuple[Step, Step]:
-    """The two kernels of a call and their grids: one block a worker, then combine: 32 * row_tiles fragments an item, a
-    warp or a block for each.
-    """
-    variant = cut.variant
-    items = bs * cut.row_blocks
-    fragment_blocks = variant.row_tiles * 4 * fragment_warps(items, workers)
-    return (
-        (variant.kernel_name(element), (workers, 1), variant.threads, variant.shared_bytes),
-        (
-            variant.combine_name(element),
-            (fragment_blocks, min(items, workers)),
-            tiles.COMBINE_THREADS,
-            combine_shared_bytes(workers),
-        ),
+def unavailable(gpu: str, capability: tuple[int, int], config: str) -> KernelUnavailable:
+    """Why there is no kernel for a GPU in a configuration."""
+    if compiling.cubin_target(capability) is None:
+        return KernelUnavailable("compute_capability", f"{gpu}: {compiling.unsupported_reason(capability)}")
+    return KernelUnavailable(
+        "configuration",
+        f"the {config} configuration needs compute capability 9.0, {gpu} has {capability[0]}.{capability[1]}: "
+        "unset KDTREE_CONFIG",
     )
 
 
-def fragment_warps(items: int, workers: int) -> int:
-    """How many warps of combine share a fragment: all eight of a block if an item is likely to be cut into many splits.
-    Not a bit of the result depends on it.
+class CallPlan(NamedTuple):
+    """What the host decides of a call; the lengths are the device's to look at."""
+
+    steps: tuple[Step, Step]
+    fragment_warps: int  # of combine, that share a fragment: 1 or 8
+
+
+@lru_cache(maxsize=4096)
+def plan_call(element: str, cut: tiles.Cut, bs: int, workers: int) -> CallPlan:
+    """The two kernels of a call and their grids: one block a worker, then combine: 32 * row_tiles fragments an item, a
+    block for each if an item is likely to be cut into many splits, else a warp. Not a bit of the result depends on it.
     """
-    return 8 if workers >= 12 * items else 1
+    variant = cut.variant
+    items = bs * cut.row_blocks
+    fragment_warps = 8 if workers >= 12 * items else 1
+    combine_grid = (variant.row_tiles * 4 * fragment_warps, min(items, workers))
+    combine = (variant.combine_name(element), combine_grid, tiles.COMBINE_THREADS, combine_shared_bytes(workers))
+    main = (variant.kernel_name(element), (workers, 1), variant.threads, variant.shared_bytes)
+    return CallPlan((main, combine), fragment_warps)
 
 
 def combine_shared_bytes(workers: int) -> int:

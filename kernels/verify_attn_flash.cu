@@ -131,10 +131,10 @@ constexpr int kStages = 2;                 // tiles in shared memory: one in use
 constexpr int kTileBytes = kTileKeys * kRowBytes;
 constexpr int kQuarters = 4;                        // parts that the 576 columns of the score product are cut into
 constexpr int kKSteps = kHeadDim / 16 / kQuarters;  // 16-column steps in each
-constexpr int kKeysAhead = 2;                       // steps of the score product whose keys are in registers before they are needed
 constexpr int kLines = kRowBytes / 128;             // 128-byte lines of a key
 constexpr int kDimTiles = 4;                        // 16-column tiles of the output that each of eight warps holds
-static_assert(kKSteps == kLines, "each step of the score product starts the copy of one line of the next tile");
+static_assert(kKSteps == kLines && kKSteps % 3 == 0,
+              "every third step of the score product starts the copy of three lines of the next tile");
 constexpr float kNothingSeen = -3e38f;  // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
 
 // -------------------------------------------------------------------------------------------------------------------------- parameters
@@ -586,6 +586,7 @@ struct VerifyBlock {
     auto load_keys = [&](int step, unsigned (&r_keys)[4]) {
       ldmatrix_x4(r_keys, step < 8 ? (quarter_address ^ (step & 3) << 5) + (step >> 2) * 128 : rope_address);
     };
+    constexpr int kKeysAhead = 2;  // steps whose keys are in registers before they are needed
     unsigned r_keys[kKeysAhead + 1][4];
 #pragma unroll
     for (int step = 0; step < kKeysAhead; step++) load_keys(step, r_keys[step]);
@@ -958,10 +959,14 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   }
 }
 
-// The other configuration: where the compiler has its instructions, or g++ their emulation.
+// The other configuration, where the compiler has its instructions. A cubin holds one of the two; the CPU build, which emulates both, has
+// both.
 #if defined(KDTREE_HOST) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define KDTREE_WITH_HOPPER
 #include "hopper.cuh"
+#endif
+#if defined(KDTREE_HOST) || !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define KDTREE_WITH_PORTABLE
 #endif
 
 // ------------------------------------------------------------------------------------------------------------------------------ kernels
@@ -985,6 +990,7 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   DO(fp16, Fp16, 72, argument)
 // clang-format on
 
+#ifdef KDTREE_WITH_PORTABLE
 #define KDTREE_DEFINE(TYPE, Element, ROWS, _)                                                                                         \
   extern "C" __global__ void __launch_bounds__(kThreads, 1) verify_attn_##TYPE##_r##ROWS(const __grid_constant__ VerifyParams p) {    \
     verify_attention<Element, ROWS / 8>(p);                                                                                           \
@@ -993,6 +999,7 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
     combine_splits<Element, ROWS / 8>(p);                                                                                             \
   }
 KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
+#endif
 
 #ifdef KDTREE_WITH_HOPPER
 #define KDTREE_DEFINE_HOPPER(TYPE, Element, ROWS, _)                                                                                       \

@@ -489,7 +489,7 @@ def test_only_a_worker_with_gpus_compiles_ahead(
 ) -> None:
     FakeJob.made.clear()
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if worker else None)
-    monkeypatch.setattr(compiling, "visible_targets", lambda: targets)
+    monkeypatch.setattr(compiling, "visible_targets", lambda config: targets)
     monkeypatch.setattr(compiling, "CompileJob", FakeJob)
     job = boot.start_compiling(Settings(cache_dir=Path("/cache")))
     assert [job] == (FakeJob.made if compiles else [None])

@@ -76,7 +76,7 @@ def error_lines(text: str) -> list[str]:
         ((8, 0), "sm_80"),
         ((8, 6), "sm_86"),
         ((8, 9), "sm_89"),
-        ((9, 0), "sm_90a"),
+        ((9, 0), "sm_90"),
         ((10, 0), "sm_100"),
         ((10, 3), "sm_100"),
         ((12, 0), "sm_120"),
@@ -129,6 +129,9 @@ def fake_nvml(folder: Path, capabilities: list[tuple[int, int] | None], init: in
 def test_targets_of_this_host(tmp_path: Path):
     library = fake_nvml(tmp_path, [(12, 0), None, (8, 9), (7, 5), (12, 0), (12, 1)])
     assert compiling.visible_targets(library) == ["sm_120", "sm_89"]
+    library = fake_nvml(tmp_path, [(12, 0), (9, 0), (9, 0)])
+    assert compiling.visible_targets(library) == ["sm_120", "sm_90"]
+    assert compiling.visible_targets(library, config="hopper") == ["sm_90a"]
 
 
 def test_no_targets_when_nvml_is_absent_fails_or_is_something_else(tmp_path: Path):
@@ -835,7 +838,7 @@ def test_command_does_not_make_up_what_depends_on_the_gpu(
 
 @pytest.mark.parametrize(
     ("target", "configurations"),
-    [("sm_80", ("portable",)), ("sm_90", ("portable",)), ("sm_90a", ("portable", "hopper"))],
+    [("sm_80", ("portable",)), ("sm_90", ("portable",)), ("sm_90a", ("hopper",))],
 )
 def test_command_knows_every_kernel_and_what_it_asks_for(target: str, configurations: tuple[str, ...]):
     asked = compile_command.dynamic_shared(target)
@@ -848,9 +851,16 @@ def test_command_knows_every_kernel_and_what_it_asks_for(target: str, configurat
 
 
 def test_command_allows_each_kernel_what_its_parts_allow():
-    assert compile_command.shared_limit("verify_attn_bf16_h72") == 232_448
-    assert compile_command.shared_limit("verify_attn_bf16_r40") == 101_376
-    assert compile_command.shared_limit("anything") == 101_376
+    used = compiling.KernelResources("kernel", 100, 0, 0, 0, 0)
+    assert [compile_command.configuration(target).shared_limit for target in ("sm_80", "sm_90", "sm_90a")] == [
+        101_376,
+        101_376,
+        232_448,
+    ]
+    assert compile_command.judge(used, 101_376, 101_376) == []
+    assert compile_command.judge(used, 101_377, 101_376) == [
+        "kernel takes 101377 bytes of shared memory, more than 101376"
+    ]
 
 
 def test_command_finds_a_missing_kernel(
@@ -874,10 +884,10 @@ def test_command_reports_failures_and_goes_on(
 def test_command_takes_the_gpus_of_the_host(
     small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compiling, "visible_targets", lambda: ["sm_89"])
+    monkeypatch.setattr(compiling, "visible_targets", lambda config: ["sm_89"])
     assert command() == 0
     assert re.findall(r"^sm_\d+", capsys.readouterr().out, re.MULTILINE) == ["sm_89"]
-    monkeypatch.setattr(compiling, "visible_targets", lambda: [])
+    monkeypatch.setattr(compiling, "visible_targets", lambda config: [])
     assert command() == 0
     assert tuple(re.findall(r"^sm_\d+a?", capsys.readouterr().out, re.MULTILINE)) == compiling.GPU_TARGETS
 

@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kdtree_patch import tiles
-from kdtree_patch.compile import cached_binary
-from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, choose_config, host_launcher
+from kdtree_patch.compile import cached_binary, cubin_target
+from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, host_launcher
 from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
@@ -230,18 +231,23 @@ def test_cut_covers_all_rows_once(config, q_len, heads) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, target, expected",
+    "capability, config, target",
+    [((12, 0), "portable", "sm_120"), ((9, 0), "portable", "sm_90"), ((9, 0), "hopper", "sm_90a")],
+)
+def test_a_configuration_has_its_own_cubin(capability, config, target) -> None:
+    assert cubin_target(capability, config) == target
+
+
+@pytest.mark.parametrize(
+    "capability, reason, words",
     [
-        ("portable", "sm_120", "portable"),
-        ("portable", "sm_90a", "portable"),
-        ("hopper", "sm_90a", "hopper"),
-        ("hopper", "sm_100", None),
+        ((12, 0), "configuration", "needs compute capability 9.0, Some GPU has 12.0: unset KDTREE_CONFIG"),
+        ((7, 5), "compute_capability", "Some GPU: compute capability 7.5 is too old"),
     ],
 )
-def test_a_configuration_is_refused_where_it_cannot_run(name, target, expected) -> None:
-    if expected is None:
-        with pytest.raises(KernelUnavailable, match="compute capability 9.0, this device runs sm_100") as raised:
-            choose_config(name, target)
-        assert raised.value.reason == "configuration"
-    else:
-        assert choose_config(name, target) is tiles.CONFIGS[expected]
+def test_a_configuration_is_refused_where_it_cannot_run(monkeypatch, capability, reason, words) -> None:
+    found = SimpleNamespace(name="Some GPU", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    with pytest.raises(KernelUnavailable, match=words) as raised:
+        VerifyKernel.load(torch.device("cuda", 0), config="hopper")
+    assert raised.value.reason == reason
