@@ -36,7 +36,7 @@ demo: setup ## the main job: SGLang's real Triton backend, patched, on the refer
 	@$(BIN)/python -m kdtree_patch demo $(ARGS)
 
 test: setup ## the whole CPU test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m gpu $(ARGS)

@@ -7,21 +7,35 @@ from typing import Any
 
 import pytest
 
+from kdtree_patch.log import get_logger, set_level
 from tests.support.env import RELEASES
 from tests.support.lab import Lab
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker for the tests of one file, or of one file and one SGLang release: what they share is built once."""
+    """One worker for the tests of one file, or of one file and one SGLang release: what they share is built once.
+    Mutants share nothing and take ten seconds each: any worker for any of them.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFileAndRelease(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
+            if file.endswith("test_kernel_mutants.py"):
+                return nodeid
             return file + next((release for release in RELEASES if f"[{release}" in test), "")
 
     return ByFileAndRelease(config, log)
+
+
+@pytest.fixture
+def all_lines() -> Iterator[None]:
+    """Whatever level the shell asks for, the test sees every line."""
+    before = get_logger().level
+    set_level("info")
+    yield
+    get_logger().setLevel(before)
 
 
 @pytest.fixture(scope="session", params=RELEASES)
