@@ -1,11 +1,15 @@
-"""Types for argparse that say what is wrong, before anything has run."""
+"""What the commands read, their words and the environment, said to be wrong before anything has run."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from kdtree_patch.log import set_level
+from kdtree_patch.settings import SettingError, Settings
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -35,3 +39,17 @@ def output_file(text: str) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path
+
+
+def settings_of_environment(command: str) -> Settings | None:
+    """The settings that a service with this environment has, its log level set. None if a variable is not understood:
+    then standard error says which.
+    """
+    try:
+        settings = Settings.from_environ(os.environ)
+    except SettingError as error:
+        # Not str(error), which tells what a service does.
+        print(f"{command}: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
+        return None
+    set_level(settings.log_level)
+    return settings

@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kdtree_patch import compile as compiling
 from kdtree_patch import tiles
-from kdtree_patch.log import set_level
-from kdtree_patch.settings import SettingError, Settings
+from kdtree_patch.arguments import settings_of_environment
 
 MAX_REGISTERS = 255
 
@@ -45,13 +42,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        settings = Settings.from_environ(os.environ)
-    except SettingError as error:
-        # Not str(error), which tells what a service does.
-        print(f"compile: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
+    settings = settings_of_environment("compile")
+    if settings is None:
         return 2
-    set_level(settings.log_level)
     targets = list(
         dict.fromkeys(arguments.arch or compiling.visible_targets(config=settings.config) or compiling.GPU_TARGETS)
     )

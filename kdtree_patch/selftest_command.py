@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import sys
 import time
 from dataclasses import asdict
 from typing import Any
 
-from kdtree_patch.log import set_level
-from kdtree_patch.settings import SettingError, Settings
+from kdtree_patch.arguments import settings_of_environment
+from kdtree_patch.settings import Settings
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,12 +39,9 @@ def device_name(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        settings = Settings.from_environ(os.environ)
-    except SettingError as error:
-        print(f"selftest: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
+    settings = settings_of_environment("selftest")
+    if settings is None:
         return 2
-    set_level(settings.log_level)
     found = examine(arguments.device, settings)
     if arguments.json:
         print(json.dumps(found, indent=1))

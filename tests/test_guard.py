@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kdtree_patch import guard, log, validate
+from kdtree_patch import guard, validate
 from kdtree_patch.kernel import VerifyKernel
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.route import VerifyRouter
@@ -21,15 +20,9 @@ from tests.fakes import FakeKernel, Stock, a_batch, a_case, a_layer, arguments
 from tests.support.cases import Case, reference
 from tests.support.reference import rel
 
+pytestmark = pytest.mark.usefixtures("all_lines")
+
 FACTS = {"version": "0.1.0", "sglang": "0.5.23", "torch": "2.11.0", "gpu": "NVIDIA H200", "cc": "9.0"}
-
-
-@pytest.fixture(autouse=True)
-def all_lines() -> Iterator[None]:
-    before = log.get_logger().level
-    log.set_level("info")
-    yield
-    log.get_logger().setLevel(before)
 
 
 class Bench:

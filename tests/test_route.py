@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +24,9 @@ from tests.fakes import SIGNATURES, FakeKernel, Stock, a_batch, a_case, a_layer,
 from tests.support.cases import reference
 from tests.support.reference import rel
 
+pytestmark = pytest.mark.usefixtures("all_lines")
+
 MARK = 100.0  # what our fake kernel adds, so that its output cannot be taken for stock's
-
-
-@pytest.fixture(autouse=True)
-def all_lines() -> Iterator[None]:
-    before = log.get_logger().level
-    log.set_level("info")
-    yield
-    log.get_logger().setLevel(before)
 
 
 class Bench:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kdtree_patch import log, validate
+from kdtree_patch import validate
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
@@ -18,16 +17,10 @@ from kdtree_patch.validate import CHUNK, Difference, Steps, scratch_elements
 from tests.fakes import FakeKernel, Stock, a_batch, a_case, a_layer, arguments
 from tests.support.cases import reference
 
+pytestmark = pytest.mark.usefixtures("all_lines")
+
 NUMBER = r"(?:\d\.\d{4}e[+-]\d\d|inf|nan)"
 LAYER_LINE = re.compile(rf"\[kdtree\] L(\d+) max_abs_diff=({NUMBER}) mean=({NUMBER}) rel=({NUMBER})((?: \w+=\S+)*)")
-
-
-@pytest.fixture(autouse=True)
-def all_lines() -> Iterator[None]:
-    before = log.get_logger().level
-    log.set_level("info")
-    yield
-    log.get_logger().setLevel(before)
 
 
 # The figures.
