@@ -4,6 +4,9 @@
 # The interpreter for a new .venv; tools/setup.sh takes python3 where none is named.
 PYTHON ?=
 ARGS ?=
+# Of `make e2e`: GPUs, a rank on each; and an interpreter that has SGLang, instead of .venv/e2e.
+TP ?= 1
+E2E_PYTHON ?=
 BIN := .venv/bin
 # The release whose CUDA side fits the torch in .venv.
 GPU_SGLANG = $(CURDIR)/.venv/sglang-0.5.23
@@ -24,7 +27,7 @@ override export DEPLOY_UNKNOWN := $(strip $(foreach word,$(filter-out $(DEPLOY_W
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-deploy bench deploy status logs rollback undeploy lint format clean
+.PHONY: help setup demo test test-gpu test-deploy e2e bench deploy status logs rollback undeploy lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +47,10 @@ test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
 test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (root, Debian)
 	@PYTHON="$(PYTHON)" deploy/setup.sh
 	$(BIN)/python -m pytest -m deploy -n 2 $(ARGS)
+
+e2e: ## the real SGLang server, stock and patched (one NVIDIA GPU; TP=2: two)
+	$(if $(E2E_PYTHON),,@PYTHON="$(PYTHON)" tools/e2e.sh)
+	$(or $(E2E_PYTHON),.venv/e2e/bin/python) -m tests.e2e --tp $(TP) $(ARGS)
 
 deploy: ## onto a host over ssh: HOST=root@h1 UNIT=sglang [DRY_RUN=1], and what README.md lists
 	$(DEPLOY) deploy

@@ -1,0 +1,171 @@
+"""`python -m tests.e2e`, which is what `make e2e` runs. See docs/architecture.md, "End to end"."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from kdtree_patch.arguments import output_file, whole_number
+from kdtree_patch.bench import open_console, plot_file
+from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
+from tests.e2e.record import Record
+from tests.e2e.server import Fleet
+
+RUNS = ("speed", "load", "tokens")
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "cupy-cuda13x", "cupy-cuda12x", "wrapt")
+
+
+def run_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(RUNS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma list of {', '.join(RUNS)}")
+    return [name for name in RUNS if name in names]
+
+
+def point(text: str) -> speed.Point:
+    try:
+        return speed.parse_point(text)
+    except ValueError:
+        words = f"{text!r} is not a prompt length up to 39000 and a batch size up to 16, as in 8192,1"
+        raise argparse.ArgumentTypeError(words) from None
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e",
+        description="The real SGLang server, stock and patched, on small MLA models with random weights, under tree "
+        "speculation. Needs one NVIDIA GPU with 140 GB (for less, fewer --points), and SGLang where this Python finds "
+        "it. Exit status: 0 every bar was kept, 1 one was missed, 2 wrong usage or no GPU.",
+    )
+    several = whole_number(1, 8)
+    parser.add_argument(
+        "--tp", type=several, default=1, help="GPUs, a rank on each; with two or more, the run is `ranks`"
+    )
+    parser.add_argument("--only", type=run_names, default=list(RUNS), metavar="RUN,…", help=f"of {', '.join(RUNS)}")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        type=point,
+        default=list(speed.POINTS),
+        metavar="PROMPT,BATCH",
+        help="of speed: only these, e.g. 8192,1",
+    )
+    parser.add_argument("--layers", type=whole_number(2, 128), default=24, help="of the model of speed (24)")
+    parser.add_argument("--no-kernels", action="store_true", help="of speed: do not time the kernels alone")
+    parser.add_argument("--requests", type=whole_number(1), default=load.REQUESTS, help=f"of load ({load.REQUESTS})")
+    parser.add_argument("--side-by-side", type=whole_number(4), help="servers at a time (9; with --tp, all)")
+    parser.add_argument("--start-timeout", type=whole_number(10), default=280, help="seconds a server may take (280)")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints and logs go, and stay; a temporary one without it"
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="F", help="write what is found to this file, as it is found"
+    )
+    parser.add_argument("--plot", type=plot_file, metavar="F", help="draw step times and throughput")
+    parser.add_argument("--from", dest="source", type=Path, metavar="F", help="show this stored run; needs no GPU")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        if arguments.source is not None:
+            return show(report.read_run(arguments.source), arguments.plot)
+        nvml = gpus.Nvml()
+        if nvml.count < arguments.tp:
+            raise RuntimeError(f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}")
+    except (report.UnreadableRun, RuntimeError) as error:
+        print(f"e2e: {error}", file=sys.stderr)
+        return 2
+    # Whoever ends a run shall find what it has written, and no servers.
+    signal.signal(signal.SIGTERM, interrupt)
+    record = Record(arguments.json, command_of(argv))
+    record.document["meta"] |= {"gpu": nvml.name(), "versions": versions()}
+    with contextlib.ExitStack() as stack:
+        if arguments.folder is None:
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="kdtree-e2e-", ignore_cleanup_errors=True))
+            )
+        else:
+            folder = arguments.folder.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            carry_out(arguments, record, nvml, folder)
+        except KeyboardInterrupt:
+            record.bar("the run was carried through", False, "it was interrupted")
+    return show(record.document, arguments.plot)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, folder: Path) -> None:
+    record.say("writing checkpoints")
+    checkpoints = models.write_all(folder / "models", heads=8 * arguments.tp, deep_layers=arguments.layers)
+    if arguments.tp > 1:
+        wanted = plan.rank_specs(checkpoints, arguments.tp, folder)
+        side_by_side = arguments.side_by_side or len(wanted.specs)
+        with Fleet(folder, side_by_side, arguments.start_timeout, record.say) as fleet:
+            killer = ranks.CompilerKiller(Path(wanted.killed.environ["KDTREE_CACHE_DIR"]))
+            killer.start()
+            fleet.want(wanted.specs)
+            ranks.run(fleet, record, wanted, nvml, arguments.tp, killer)
+        return
+    figures, pairs, under_load = (
+        plan.speed_pairs(checkpoints),
+        plan.token_pairs(checkpoints),
+        plan.load_spec(checkpoints),
+    )
+    specs = {
+        "speed": [spec for one in figures for spec in one.specs],
+        "load": [under_load],
+        "tokens": [spec for one in pairs for spec in one.specs],
+    }
+    with Fleet(folder, arguments.side_by_side or 9, arguments.start_timeout, record.say) as fleet:
+        fleet.want(spec for name in arguments.only for spec in specs[name])
+        if "speed" in arguments.only:
+            speed.run(fleet, record, figures, arguments.points, arguments.layers, not arguments.no_kernels)
+        if "load" in arguments.only:
+            load.run(fleet, record, under_load, nvml, arguments.requests)
+        if "tokens" in arguments.only:
+            tokens.run(fleet, record, pairs)
+
+
+def show(document: dict[str, object], picture: Path | None) -> int:
+    console = open_console()
+    for table in report.tables(document):
+        console.print(table)
+    status = 0 if report.passed(document) else 1
+    if picture is not None:
+        try:
+            report.plot(document, picture)
+        except report.UnreadableRun as error:
+            print(f"e2e: {error}", file=sys.stderr)
+            return 2
+    console.print("PASS" if status == 0 else "FAIL")
+    return status
+
+
+def command_of(argv: Sequence[str] | None) -> str:
+    return shlex.join(["python", "-m", "tests.e2e", *(sys.argv[1:] if argv is None else argv)])
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What a run has found so far: the document that `--json` names, its bars, and its lines of progress.
+
+The file is written anew after each finding, so that a run that is killed keeps what it has.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.client import ServiceError
+from tests.e2e.server import Server
+
+
+class Record:
+    """`document` is {"meta": {...}, "verdict": [{"bar", "ok", "found"}], "servers": {...}, and a key for each run}."""
+
+    def __init__(self, path: Path | None, command: str, quiet: bool = False):
+        self._path = path
+        self._quiet = quiet
+        self._began = time.monotonic()
+        self.document: dict[str, Any] = {
+            "meta": {"command": command, "date": datetime.date.today().isoformat()},
+            "verdict": [],
+            "servers": {},
+        }
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+            print(f"e2e: {minutes:2}:{seconds:02} {text}", file=sys.stderr, flush=True)
+
+    def bar(self, bar: str, ok: bool, found: object) -> bool:
+        """What had to be so, whether it was, and what was found."""
+        self.document["verdict"].append({"bar": bar, "ok": bool(ok), "found": str(found)})
+        self.say(f"{'ok  ' if ok else 'MISS'} {bar}: {found}")
+        self.save()
+        return bool(ok)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """A server that fails costs the bars that need it, and no others."""
+        try:
+            yield
+        except ServiceError as error:
+            self.bar(f"{what} could be run", False, error)
+
+    def server(self, server: Server) -> None:
+        """Keeps what a server's log says, before it is stopped."""
+        kdtree = server.kdtree
+        self.document["servers"][server.spec.name] = {
+            "ready_s": None if server.ready_s is None else round(server.ready_s, 1),
+            "options": list(server.spec.options),
+            "environ": dict(server.spec.environ),
+            # Layer lines come by the thousand.
+            "lines": [line.text for line in kdtree if not line.is_layer][:40],
+        }
+        self.save()
+
+    def save(self) -> None:
+        self.document["meta"]["seconds"] = round(time.monotonic() - self._began, 1)
+        if self._path is not None:
+            part = self._path.with_name(self._path.name + ".part")
+            part.write_text(json.dumps(finite(self.document), indent=1, allow_nan=False) + "\n")
+            os.replace(part, self._path)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value

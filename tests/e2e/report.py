@@ -1,0 +1,149 @@
+"""A run for readers: read back from its file, tables, plot, verdict. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MODES = {"graph": "with CUDA graphs", "eager": "without CUDA graphs"}
+
+
+class UnreadableRun(Exception):
+    """A file is no run of ours; says why."""
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise UnreadableRun(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UnreadableRun(f"{path} is not JSON ({error})") from error
+    if not isinstance(document, dict) or not isinstance(document.get("verdict"), list) or "meta" not in document:
+        raise UnreadableRun(f"{path} is not a run of make e2e: it has no meta and verdict")
+    return document
+
+
+def passed(document: dict[str, Any]) -> bool:
+    """Every bar was kept, and there was one."""
+    return bool(document["verdict"]) and all(one["ok"] for one in document["verdict"])
+
+
+def tables(document: dict[str, Any]) -> Iterator[Table]:
+    if document.get("speed", {}).get("rows"):
+        yield speed_table(document["speed"])
+    found = document.get("tokens") or document.get("ranks", {}).get("tokens")
+    if found:
+        yield tokens_table(found)
+    yield verdict_table(document["verdict"])
+
+
+def speed_table(speed: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    words = "{layers} layers, {heads} heads, {draft_tokens} draft tokens".format(**speed)
+    table = Table(title=f"Decoding, {words}: a verify step, and tokens a second")
+    for name in (
+        "",
+        "prompt",
+        "batch",
+        "step, stock",
+        "patched",
+        "tokens/s, stock",
+        "patched",
+        "times",
+        "tokens a step",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("attention, stock", justify="right")
+    table.add_column("patched", justify="right")
+    for row in speed["rows"]:
+        stock, patched = row["stock"], row["patched"]
+        table.add_row(
+            row["mode"],
+            f"{row['prefix']:,}",
+            str(row["bs"]),
+            f"{stock['step_ms']:.2f} ms",
+            f"{patched['step_ms']:.2f} ms",
+            f"{stock['tokens_per_s']:,.0f}",
+            f"{patched['tokens_per_s']:,.0f}",
+            f"{row['times']:.2f}",
+            f"{patched['tokens_per_step']:.2f}",
+            *(f"{row[name]:.0%}" if name in row else "" for name in ("share_stock", "share_patched")),
+        )
+    return table
+
+
+def tokens_table(pairs: dict[str, list[dict[str, Any]]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Tokens: the first that differs from stock's, and tokens a step")
+    for name in ("pair", "prompt", "how", "differs at", "stock's best two apart", "accepted, stock", "patched"):
+        table.add_column(name, justify="right")
+    for name, rows in pairs.items():
+        for row in rows:
+            table.add_row(
+                name,
+                str(row["prompt"]),
+                row["how"],
+                "-" if row["differs_at"] is None else str(row["differs_at"]),
+                str(row.get("margin", ""))[:6],
+                f"{row['accept_stock']:.2f}",
+                f"{row['accept_patched']:.2f}",
+            )
+    return table
+
+
+def verdict_table(verdict: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Verdict")
+    for name in ("", "bar", "found"):
+        table.add_column(name, overflow="fold")
+    for one in verdict:
+        # Text, because what was found may have brackets.
+        table.add_row("ok" if one["ok"] else "MISS", Text(one["bar"]), Text(one["found"][:600]))
+    return table
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Times of stock's throughput over prompt length, and the step times behind them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = document.get("speed", {}).get("rows")
+    if not rows:
+        raise UnreadableRun("there is nothing to draw: the run has no figures of speed")
+    figure, axes = pyplot.subplots(2, len(MODES), figsize=(11, 8), sharex=True, squeeze=False)
+    for column, (mode, words) in enumerate(MODES.items()):
+        times, steps = axes[0][column], axes[1][column]
+        for color, bs in enumerate(sorted({row["bs"] for row in rows})):
+            line = sorted(
+                (row for row in rows if row["mode"] == mode and row["bs"] == bs), key=lambda row: row["prefix"]
+            )
+            if line:
+                prefixes = [row["prefix"] for row in line]
+                times.plot(prefixes, [row["times"] for row in line], "o-", color=f"C{color}", label=f"batch {bs}")
+                for door, style in (("stock", "s--"), ("patched", "o-")):
+                    step = [row[door]["step_ms"] for row in line]
+                    steps.plot(prefixes, step, style, color=f"C{color}", label=f"batch {bs}, {door}")
+        times.set(title=words, ylabel="decode tokens/s, patched / stock", xscale="log", yscale="log")
+        times.axhline(1, color="grey", linewidth=0.8)
+        steps.set(xlabel="prompt length", ylabel="verify step, ms", xscale="log", yscale="log")
+        for one in (times, steps):
+            one.grid(True, which="both", alpha=0.3)
+            if one.lines:
+                one.legend(fontsize="small")
+    meta, speed = document["meta"], document["speed"]
+    figure.suptitle(f"{meta.get('gpu', '')}: {speed['layers']} layers, {speed['heads']} heads, {meta['date']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

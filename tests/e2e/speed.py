@@ -1,0 +1,241 @@
+"""The run `speed`: time of a verify step and decode tokens a second, by prompt length and batch size, for the stock
+server and the patched one, with CUDA graphs and without.
+
+The model has many layers and little else, so that attention has the share of a step that it has in a large model. What
+is measured is a window of a stream: from the moment when all requests of the batch are decoding until the first of them
+is done, so that prefill is no part of it. Its steps and tokens are what the server itself counts (`spec_verify_ct`,
+`completion_tokens`).
+
+What attention has of a step is worked out from two measurements: the kernels alone, one layer of the same shape, by
+`python -m kdtree_patch bench` on the same GPU, times the number of layers; over the time of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e import tokens
+from tests.e2e.client import Chunk, Client, ServiceError
+from tests.e2e.plan import TREE, Pair
+from tests.e2e.record import Record
+from tests.e2e.server import REPOSITORY, Fleet, Server
+
+NEW_TOKENS = 64
+# A point is measured again until it has taken this long, at most so many times.
+PATIENCE, REPEATS = 1.5, 5
+# Decode tokens a second, patched over stock, at batch 1 with CUDA graphs: prompt length to what it has to be.
+FACTORS = {8192: 3.0, 32768: 6.0}
+# Two servers that do the same differ by this much from run to run.
+NOISE = 0.03
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    prefix: int
+    bs: int
+
+    def __str__(self) -> str:
+        return f"{self.prefix},{self.bs}"
+
+
+# The first one fills the prefix cache for all others: its prompts begin with theirs.
+POINTS = tuple(Point(prefix, bs) for prefix in (32768, 8192, 1024) for bs in (16, 4, 1))
+
+
+def parse_point(text: str) -> Point:
+    """`8192,1`: prompt length and batch size."""
+    prefix, bs = map(int, text.split(","))
+    if not (1 <= prefix <= 39000 and 1 <= bs <= 16):
+        raise ValueError(text)
+    return Point(prefix, bs)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened between two moments of a stream."""
+
+    seconds: float
+    steps: int
+    tokens: int
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * self.seconds / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def window(chunks: Iterable[Chunk], bs: int) -> Window:
+    """From the first moment when each request has been through a verify step until the first request is done.
+
+    Begins and ends with a chunk of the request that is done first, so that both ends are the same moment of a step.
+    Raises ServiceError for a stream that has no such window.
+    """
+    of: list[list[Chunk]] = [[] for _ in range(bs)]
+    for chunk in chunks:
+        if not 0 <= chunk.index < bs:
+            raise ServiceError(f"the stream has a request {chunk.index} in a batch of {bs}")
+        of[chunk.index].append(chunk)
+    decoding = [[chunk for chunk in one if chunk.verify_steps > 0] for one in of]
+    if not all(decoding):
+        raise ServiceError("the stream has a request without verify steps: is speculation on?")
+    first_done = min(decoding, key=lambda one: one[-1].at)
+    all_decode = max(one[0].at for one in decoding)
+    own = [chunk for chunk in first_done if chunk.at >= all_decode]
+    if len(own) < 2 or own[-1].verify_steps == own[0].verify_steps:
+        raise ServiceError("the requests of the batch were hardly decoded at the same time: ask for more tokens")
+
+    def total(at: float) -> int:
+        return sum(max(chunk.tokens for chunk in one if chunk.at <= at) for one in decoding)
+
+    begin, end = own[0], own[-1]
+    return Window(end.at - begin.at, end.verify_steps - begin.verify_steps, total(end.at) - total(begin.at))
+
+
+class Prompts:
+    """Sixteen long ones. A shorter one is the beginning of a longer one, and so in the prefix cache already."""
+
+    def __init__(self, longest: int, vocab: int = 512):
+        generator = random.Random(11)
+        self._long = [[generator.randrange(2, vocab) for _ in range(longest)] for _ in range(16)]
+
+    def of(self, point: Point) -> list[list[int]]:
+        return [prompt[: point.prefix] for prompt in self._long[: point.bs]]
+
+
+def measure(client: Client, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """The median of a few windows."""
+    windows: list[Window] = []
+    began = time.monotonic()
+    while not windows or (len(windows) < REPEATS and time.monotonic() - began < PATIENCE):
+        windows.append(window(client.stream(prompts, new_tokens, timeout=300), len(prompts)))
+    middle = sorted(windows, key=lambda one: one.step_ms)[len(windows) // 2]
+    return {
+        "step_ms": round(middle.step_ms, 3),
+        "tokens_per_s": round(middle.tokens_per_s, 1),
+        "tokens_per_step": round(middle.tokens / middle.steps / len(prompts), 3),
+        "steps": middle.steps,
+        "repeats": len(windows),
+        "spread": round(max(one.step_ms for one in windows) / min(one.step_ms for one in windows) - 1, 3),
+    }
+
+
+def warm_up(server: Server, sizes: Iterable[int]) -> None:
+    """Whatever is compiled or loaded at the first request of its kind."""
+    for bs in sizes:
+        server.client.generate(tokens.prompts(lengths=[64 + bs] * bs, seed=bs), 8)
+
+
+def run(
+    fleet: Fleet, record: Record, pairs: Sequence[Pair], points: Sequence[Point], layers: int, kernels: bool
+) -> None:
+    rows: list[dict[str, Any]] = []
+    record.document["speed"] = {"layers": layers, "heads": 8, **TREE, "new_tokens": NEW_TOKENS, "rows": rows}
+    fleet.settle()
+    ready: dict[str, dict[str, Server]] = {}
+    for one in pairs:
+        with record.attempt(one.name):
+            both = {"stock": fleet.ready(one.stock.name), "patched": fleet.ready(one.patched.name)}
+            for server in both.values():
+                warm_up(server, sorted({point.bs for point in points}))
+            ready[one.name] = both
+    prompts = Prompts(max(point.prefix for point in points))
+    for point in points:
+        for name, both in list(ready.items()):
+            mode = name.rpartition("-")[2]
+            row: dict[str, Any] = {"mode": mode, "prefix": point.prefix, "bs": point.bs}
+            try:
+                for door, server in both.items():
+                    row[door] = measure(server.client, prompts.of(point), NEW_TOKENS)
+            except ServiceError as error:
+                record.bar(f"{name} at {point} could be measured", False, f"{error}\n{server.tail()}")
+                if not server.alive:
+                    del ready[name]
+                continue
+            row["times"] = round(row["patched"]["tokens_per_s"] / row["stock"]["tokens_per_s"], 2)
+            rows.append(row)
+            record.say(
+                f"{mode}, prompt {point.prefix:,}, batch {point.bs}: step {row['stock']['step_ms']:.1f} ms stock, "
+                f"{row['patched']['step_ms']:.1f} ms patched; tokens/s x {row['times']}"
+            )
+            record.save()
+    if kernels and rows:
+        with record.attempt("the kernels alone"):
+            add_shares(rows, measure_kernels(points, fleet.folder / "kernels.json"), layers)
+    record.save()
+    judge(record, rows, points)
+    for both in ready.values():
+        tokens.judge_lines(record, both["patched"])
+        tokens.judge_stock(record, both["stock"])
+        for server in both.values():
+            record.server(server)
+    fleet.stop(*(spec.name for one in pairs for spec in one.specs))
+
+
+def measure_kernels(points: Sequence[Point], path: Path) -> dict[Point, dict[str, float]]:
+    """us of one layer, ours and stock, cold. Raises ServiceError."""
+    shapes = [f"{point.bs},{TREE['draft_tokens']},8,{point.prefix}" for point in points]
+    command = [sys.executable, "-m", "kdtree_patch", "bench", "--shapes", *shapes, "--json", str(path)]
+    try:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServiceError(f"bench: {error}") from error
+    try:
+        found = json.loads(path.read_text())["rows"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ServiceError(f"bench ended with {done.returncode} and no figures: {done.stderr[-600:]}") from error
+    kernels: dict[Point, dict[str, float]] = {}
+    for row in found:
+        point = Point(row["prefix"], row["bs"])
+        if point not in kernels and row["stock_us"] is not None:  # the configuration that a service takes comes first
+            kernels[point] = {"stock_us": row["stock_us"], "kernel_us": row["kernel_cold_us"]}
+    return kernels
+
+
+def add_shares(rows: list[dict[str, Any]], kernels: dict[Point, dict[str, float]], layers: int) -> None:
+    """What attention has of a step, by the kernels alone."""
+    for row in rows:
+        one = kernels.get(Point(row["prefix"], row["bs"]))
+        if one is not None:
+            row["kernels"] = one
+            row["share_stock"] = round(layers * one["stock_us"] / 1000 / row["stock"]["step_ms"], 3)
+            row["share_patched"] = round(layers * one["kernel_us"] / 1000 / row["patched"]["step_ms"], 3)
+
+
+def judge(record: Record, rows: Sequence[dict[str, Any]], points: Sequence[Point]) -> None:
+    missing = 2 * len(points) - len(rows)
+    record.bar(
+        "speed: every point measured", missing == 0, f"{missing} are missing" if missing else f"{len(rows)} points"
+    )
+    slower = [row for row in rows if row["times"] < 1 - NOISE]
+    found = "; ".join(f"{row['mode']} {row['prefix']},{row['bs']}: {row['times']}" for row in slower)
+    worst = min((row["times"] for row in rows), default=0.0)
+    bar = f"speed: nowhere slower than stock (noise {NOISE:.0%})"
+    record.bar(bar, not slower and bool(rows), found or f"the least is {worst} times stock's")
+    for prefix, factor in FACTORS.items():
+        if Point(prefix, 1) in points:
+            times = [row["times"] for row in rows if (row["mode"], row["prefix"], row["bs"]) == ("graph", prefix, 1)]
+            record.bar(
+                f"speed: {factor:g} times stock's tokens/s at {prefix:,}, batch 1, with graphs",
+                bool(times) and times[0] >= factor,
+                f"{times[0]} times" if times else "not measured",
+            )
+    uneven = [row for row in rows if unequal(row)]
+    found = "; ".join(f"{row['mode']} {row['prefix']},{row['bs']}" for row in uneven)
+    record.bar("speed: tokens a step as stock's, within 15 %", not uneven, found or "all")
+
+
+def unequal(row: dict[str, Any]) -> bool:
+    """Throughput can only be compared if both accept alike."""
+    stock, patched = (row[door]["tokens_per_step"] for door in ("stock", "patched"))
+    return abs(patched - stock) > 0.15 * stock

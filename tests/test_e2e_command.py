@@ -1,0 +1,233 @@
+"""`python -m tests.e2e`: its words, the file it writes, what it shows; the checkpoints, and the options for SGLang."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import __main__ as command
+from tests.e2e import gpus, models, plan, ranks, report
+from tests.e2e.client import ServiceError
+from tests.e2e.record import Record
+from tests.e2e.server import Fleet
+
+
+def figures(step_ms: float) -> dict[str, Any]:
+    tokens = {"tokens_per_s": 2000 / step_ms, "tokens_per_step": 2.0, "steps": 30, "repeats": 3, "spread": 0.01}
+    return {"step_ms": step_ms, **tokens}
+
+
+def a_run(ok: bool = True) -> dict[str, Any]:
+    rows = [
+        {
+            **{"mode": mode, "prefix": prefix, "bs": bs, "times": prefix / 1000},
+            **{"stock": figures(prefix / 100), "patched": figures(10.0)},
+            **({"share_stock": 0.7, "share_patched": 0.1} if bs == 1 else {}),
+        }
+        for mode in ("graph", "eager")
+        for prefix in (1024, 8192)
+        for bs in (1, 4)
+    ]
+    difference = {"prompt": 37, "how": "alone", "tokens": 48, "differs_at": 7, "margin": 0.03}
+    return {
+        "meta": {"command": "x", "date": "2026-11-29", "gpu": "NVIDIA H200"},
+        "verdict": [{"bar": "a bar [with brackets]", "ok": ok, "found": "what was found"}],
+        "servers": {},
+        "speed": {"layers": 24, "heads": 8, "draft_tokens": 16, "rows": rows},
+        "tokens": {"same-graph": [{**difference, "accept_stock": 2.5, "accept_patched": 2.5}]},
+    }
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_stored_run_is_shown_with_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str], ok: bool) -> None:
+    path, picture = tmp_path / "run.json", tmp_path / "run.png"
+    path.write_text(json.dumps(a_run(ok)))
+    assert command.main(["--from", str(path), "--plot", str(picture)]) == (0 if ok else 1)
+    out = capsys.readouterr().out
+    assert "8,192" in out and "81.92 ms" in out and "70%" in out and "a bar [with brackets]" in out
+    assert out.endswith("PASS\n" if ok else "FAIL\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_verdict_has_not_passed() -> None:
+    assert not report.passed({"meta": {}, "verdict": []})
+
+
+@pytest.mark.parametrize("text, words", [("{", "is not JSON"), ("[]", "not a run"), ('{"rows": []}', "not a run")])
+def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys, text: str, words: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert command.main(["--from", str(path)]) == 2
+    assert words in capsys.readouterr().err
+    assert command.main(["--from", str(tmp_path / "none.json")]) == 2
+
+
+def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**a_run(), "speed": {}}))
+    assert command.main(["--from", str(path), "--plot", str(tmp_path / "x.png")]) == 2
+
+
+@pytest.mark.parametrize("words", [["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]])
+def test_words_that_mean_nothing_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.parse(words)
+    assert refused.value.code == 2
+
+
+def test_runs_are_done_in_one_order() -> None:
+    assert command.parse(["--only", "tokens,speed"]).only == ["speed", "tokens"]
+
+
+def test_too_few_gpus_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    class OneGpu:
+        count = 1
+
+    monkeypatch.setattr(gpus, "Nvml", OneGpu)
+    assert command.main(["--tp", "2"]) == 2
+    assert "--tp 2 needs as many GPUs, and there are 1" in capsys.readouterr().err
+
+
+class FakeNvml:
+    count = 2
+
+    def name(self) -> str:
+        return "NVIDIA H200"
+
+    def processes(self) -> list[dict[int, int]]:
+        return [{}, {}]
+
+    def used(self) -> int:
+        return 5000
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of SGLang, and of GPUs."""
+    fake = (str(Path(__file__).with_name("e2e_fake.py")),)
+    monkeypatch.setattr(command, "Fleet", functools.partial(Fleet, program=fake))
+    monkeypatch.setattr(gpus, "Nvml", FakeNvml)
+    monkeypatch.setattr(signal, "signal", lambda *words: None)
+
+
+def test_the_runs_follow_each_other_and_are_written_down(stand_ins: None, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.json"
+    words = ["--only", "tokens,load", "--requests", "150", "--layers", "2", "--json", str(path)]
+    assert command.main([*words, "--folder", str(tmp_path / "folder"), "--side-by-side", "4"]) == 0
+    stored = report.read_run(path)
+    assert stored["meta"]["gpu"] == "NVIDIA H200" and stored["meta"]["command"].startswith("python -m tests.e2e --only")
+    assert stored["load"]["requests"] == 150 and len(stored["tokens"]) == 6
+    assert {"load-patched", "same-graph-stock", "chain-graph-patched"} < set(stored["servers"])
+    assert (tmp_path / "folder" / "load-patched.log").exists()
+    assert capsys.readouterr().out.endswith("PASS\n")
+
+
+def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "KILL_PATIENCE", 0.0)
+    path = tmp_path / "run.json"
+    # The stand-in has one rank, and no compiler.
+    assert command.main(["--tp", "2", "--json", str(path)]) == 1
+    stored = report.read_run(path)
+    assert stored["ranks"]["ranks"] == 2 and len(stored["servers"]) == 10
+    assert stored["servers"]["same-graph-stock"]["options"][-1] == "16"
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
+    def interrupted(fleet: Fleet, record: Record, pairs: object) -> None:
+        record.bar("before", True, "")
+        command.interrupt(15, None)
+
+    monkeypatch.setattr(command.tokens, "run", interrupted)
+    path = tmp_path / "run.json"
+    assert command.main(["--only", "tokens", "--json", str(path)]) == 1
+    found = [(one["bar"], one["ok"]) for one in report.read_run(path)["verdict"]]
+    assert found == [("before", True), ("the run was carried through", False)]
+
+
+class TestRecord:
+    def test_each_bar_is_in_the_file_at_once(self, tmp_path: Path) -> None:
+        record = Record(tmp_path / "run.json", "command", quiet=True)
+        record.bar("first", True, 1)
+        assert [one["bar"] for one in report.read_run(tmp_path / "run.json")["verdict"]] == ["first"]
+        record.bar("second", False, {"a": 2})
+        stored = report.read_run(tmp_path / "run.json")
+        assert [(one["ok"], one["found"]) for one in stored["verdict"]] == [(True, "1"), (False, "{'a': 2}")]
+
+    def test_what_json_has_no_word_for_is_written_as_one(self, tmp_path: Path) -> None:
+        record = Record(tmp_path / "run.json", "command", quiet=True)
+        record.document["tokens"] = {"x": [{"margin": float("inf")}]}
+        record.save()
+        assert json.loads((tmp_path / "run.json").read_text())["tokens"]["x"][0]["margin"] == "inf"
+
+    def test_a_server_that_fails_is_a_missed_bar(self) -> None:
+        record = Record(None, "command", quiet=True)
+        with record.attempt("load"):
+            raise ServiceError("it ended")
+        assert record.document["verdict"] == [{"bar": "load could be run", "ok": False, "found": "it ended"}]
+
+    def test_a_mistake_of_ours_is_none(self) -> None:
+        with pytest.raises(KeyError), Record(None, "command", quiet=True).attempt("load"):
+            raise KeyError
+
+
+class TestCheckpoints:
+    def test_transformers_reads_them_and_every_weight_is_there(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+        from transformers import AutoConfig
+
+        written = models.write_all(tmp_path, heads=16, deep_layers=3)
+        for folder, layers in ((written.target, 2), (written.noisy, 2), (written.deep, 3), (written.shallow, 1)):
+            config = AutoConfig.from_pretrained(folder)
+            assert (config.model_type, config.kv_lora_rank, config.qk_rope_head_dim) == ("deepseek_v2", 512, 64)
+            state = load_file(folder / "model.safetensors")
+            assert config.num_hidden_layers == layers
+            assert {int(name.split(".")[2]) for name in state if ".layers." in name} == set(range(layers))
+            assert state["model.layers.0.self_attn.q_proj.weight"].shape == (16 * 192, config.hidden_size)
+            assert state["lm_head.weight"].shape == (config.vocab_size, config.hidden_size)
+
+    def test_a_draft_is_near_its_target(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        written = models.write_all(tmp_path, heads=8, deep_layers=3)
+        target, noisy, deep, shallow = (
+            load_file(folder / "model.safetensors")
+            for folder in (written.target, written.noisy, written.deep, written.shallow)
+        )
+        name = "model.layers.1.mlp.up_proj.weight"
+        gap = (noisy[name].float() - target[name].float()).std() / target[name].float().std()
+        assert 0.14 < float(gap) < 0.16
+        assert all(deep[name].equal(weight) for name, weight in shallow.items())
+        loud, quiet = (deep[f"model.layers.{layer}.mlp.down_proj.weight"].float().std() for layer in (0, 1))
+        assert 9 < float(loud / quiet) < 11
+
+
+def all_specs(folder: Path) -> dict[str, tuple[str, ...]]:
+    checkpoints = models.Checkpoints(*(folder / name for name in ("target", "noisy", "deep", "shallow")))
+    pairs = plan.token_pairs(checkpoints) + plan.speed_pairs(checkpoints)
+    specs = [spec for one in pairs for spec in one.specs] + [plan.load_spec(checkpoints)]
+    return {spec.name: spec.options for spec in [*specs, *plan.rank_specs(checkpoints, 2, folder).specs]}
+
+
+class TestPlan:
+    def test_a_pair_differs_in_nothing_but_the_patch(self, tmp_path: Path) -> None:
+        options = all_specs(tmp_path)
+        pairs = [name.removesuffix("-stock") for name in options if name.endswith("-stock")]
+        assert {"same-graph", "noisy-eager", "chain-graph", "default-graph", "speed-graph"} <= set(pairs)
+        assert all(options[f"{name}-stock"] == options[f"{name}-patched"] for name in pairs)
+
+    def test_the_default_server_leaves_sglangs_own_options_alone(self, tmp_path: Path) -> None:
+        default = all_specs(tmp_path)["default-graph-patched"]
+        assert not set(plan.NOT_BY_DEFAULT) & set(default)
+        assert set(plan.NOT_BY_DEFAULT) < set(all_specs(tmp_path)["chain-graph-patched"])
+
+    def test_each_cold_server_has_a_cache_of_its_own(self, tmp_path: Path) -> None:
+        checkpoints = models.Checkpoints(*[tmp_path] * 4)
+        wanted = plan.rank_specs(checkpoints, 2, tmp_path)
+        caches = [spec.environ["KDTREE_CACHE_DIR"] for spec in wanted.specs if spec.patched]
+        assert len(set(caches)) == len(caches) == 6
+        assert all("--tp" in spec.options for spec in wanted.specs)

@@ -1,0 +1,462 @@
+"""The runs of `make e2e` against a stand-in for SGLang: each bar is kept when all is well, and missed when not."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import load, models, plan, ranks, speed, tokens
+from tests.e2e.client import Chunk, ServiceError
+from tests.e2e.record import Record
+from tests.e2e.server import Fleet, ServerSpec
+
+FAKE = (str(Path(__file__).with_name("e2e_fake.py")),)
+RANKS = "|".join(
+    [
+        *("[kdtree] installed tp_rank=0", "[kdtree] installed tp_rank=1"),
+        "[kdtree] compiled verify_attn_flash.cu for sm_90 in 20.0 s (NVRTC)",
+        *("[kdtree] calls served=10", "[kdtree] calls served=10"),
+        *(f"[kdtree] L0 max_abs_diff=1e-3 mean=1e-5 rel=2e-03 tp_rank={rank}" for rank in (0, 1)),
+    ]
+)
+TRIPPED = RANKS + "|[kdtree] ERROR disabled reason=guard layer=0 rel=2e-3 tp_rank=1; verify calls run stock"
+
+
+class Bed:
+    """A fleet of stand-ins and the record of a run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.record = Record(folder / "run.json", "command", quiet=True)
+        self.fleet = Fleet(folder, 20, 20.0, lambda text: None, FAKE)
+        self.checkpoints = models.Checkpoints(*(folder / name for name in ("target", "noisy", "deep", "shallow")))
+
+    def missed(self) -> list[str]:
+        return [one["bar"] for one in self.record.document["verdict"] if not one["ok"]]
+
+    def found(self, bar: str) -> str:
+        [found] = [one["found"] for one in self.record.document["verdict"] if bar in one["bar"]]
+        return found
+
+
+@pytest.fixture
+def bed(tmp_path: Path):
+    bed = Bed(tmp_path)
+    with bed.fleet:
+        yield bed
+
+
+def with_environ(spec: ServerSpec, **environ: str) -> ServerSpec:
+    return dataclasses.replace(spec, environ={**spec.environ, **environ})
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def run_tokens(bed: Bed, stock: dict[str, str] | None = None, name: str = "noisy-graph", **patched: str) -> list[str]:
+    [one] = [pair for pair in plan.token_pairs(bed.checkpoints) if pair.name == name]
+    one = dataclasses.replace(
+        one, stock=with_environ(one.stock, **(stock or {})), patched=with_environ(one.patched, **patched)
+    )
+    bed.fleet.want(one.specs)
+    tokens.run(bed.fleet, bed.record, [one])
+    return bed.missed()
+
+
+def test_the_same_tokens_keep_every_bar(bed: Bed) -> None:
+    assert run_tokens(bed) == []
+    assert bed.found("tokens as stock's") == "all 384 tokens the same"
+    assert [one["prompt"] for one in bed.record.document["tokens"]["noisy-graph"]] == [5, 37, 200, 700] * 2
+    assert not any(server.alive for server in bed.fleet.started)
+
+
+def test_other_tokens_miss_it_and_say_where(bed: Bed) -> None:
+    missed = run_tokens(bed, stock={"FAKE_MARGIN": "1.5"}, FAKE_DIFFER="0")
+    assert missed == ["noisy-graph: tokens as stock's (prompt 5 not judged)"]
+    assert "prompt 37 alone at token 0, where stock's best two are 1.500 apart" in bed.found("tokens as stock's")
+
+
+def test_a_tie_of_stocks_own_is_no_difference(bed: Bed) -> None:
+    assert run_tokens(bed, stock={"FAKE_MARGIN": "0.05"}, FAKE_DIFFER="0") == []
+    assert "prompt 37 alone at token 0" in bed.found("tokens as stock's")
+
+
+def test_a_token_that_is_none_of_stocks_best_two_is_no_tie(bed: Bed) -> None:
+    # At token 20 the stand-in's best two are others than the token that the patched one says.
+    assert run_tokens(bed, stock={"FAKE_MARGIN": "0.05"}, FAKE_DIFFER="20") != []
+    assert "inf apart" in bed.found("tokens as stock's")
+
+
+def test_an_answer_that_is_short_misses_the_bar(bed: Bed) -> None:
+    assert "noisy-graph: tokens as stock's (prompt 5 not judged)" in run_tokens(bed, FAKE_SHORT="1")
+    assert "at token 47" in bed.found("tokens as stock's")
+
+
+def test_both_being_short_is_not_the_same(bed: Bed) -> None:
+    assert run_tokens(bed, stock={"FAKE_SHORT": "1"}, FAKE_SHORT="1") != []
+
+
+@pytest.mark.parametrize(
+    "lines, missed",
+    [
+        ("nothing", ["installed once in each rank", "calls served"]),
+        ("[kdtree] installed tp_rank=0|[kdtree] installed tp_rank=0|[kdtree] calls served=10", ["installed once"]),
+        ("[kdtree] installed tp_rank=0", ["calls served"]),
+        ("[kdtree] installed|[kdtree] calls served=10", []),
+        (
+            "[kdtree] installed tp_rank=0|[kdtree] calls served=10|[kdtree] ERROR disabled reason=launch_failed x",
+            ["no error"],
+        ),
+        (
+            "[kdtree] declined reason=contract x; the service runs stock",
+            ["installed once", "no error, no process that declines", "calls served"],
+        ),
+    ],
+)
+def test_a_patched_server_must_say_what_it_should(bed: Bed, lines: str, missed: list[str]) -> None:
+    found = run_tokens(bed, FAKE_LINES=lines)
+    assert len(found) == len(missed)
+    assert all(word in bar for word, bar in zip(missed, found, strict=True))
+
+
+def test_a_stock_server_must_not_have_the_patch(bed: Bed) -> None:
+    server = bed.folder / "x-stock.log"
+    server.write_text("[kdtree] installed tp_rank=0\n")
+    bed.fleet.want([ServerSpec("plain", False, ())])
+    stock = bed.fleet.ready("plain")
+    with stock.log.open("a") as log:
+        log.write("[kdtree] installed tp_rank=0\n")
+    tokens.judge_stock(bed.record, stock)
+    assert bed.missed() == ["plain: no [kdtree] line"]
+
+
+def test_validation_is_judged_where_it_is_on(bed: Bed) -> None:
+    lines = "[kdtree] installed|[kdtree] calls served=10|[kdtree] L0 max_abs_diff=1 mean=1 rel=6e-3"
+    assert run_tokens(bed, name="same-eager", FAKE_LINES=lines) == ["same-eager-patched: rel below 0.005"]
+
+
+def test_a_server_that_dies_costs_its_pair_and_no_other(bed: Bed) -> None:
+    first, second = plan.token_pairs(bed.checkpoints)[:2]
+    first = dataclasses.replace(first, patched=with_environ(first.patched, FAKE_DIE_AT="2"))
+    bed.fleet.want([*first.specs, *second.specs])
+    tokens.run(bed.fleet, bed.record, [first, second])
+    assert bed.missed() == [f"{first.name} could be run"]
+    assert second.name in bed.record.document["tokens"]
+
+
+def test_acceptance_that_differs_misses_the_bar(bed: Bed) -> None:
+    row = {"prompt": 37, "how": "alone", "tokens": 48, "differs_at": None, "accept_stock": 2.0, "accept_patched": 1.9}
+    tokens.judge_tokens(bed.record, "x", [row])
+    assert bed.missed() == ["x: acceptance alone within 2% of stock's"]
+
+
+def test_where_two_lists_differ() -> None:
+    assert tokens.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert tokens.first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert tokens.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+def chunk(at: float, index: int, count: int, steps: int) -> Chunk:
+    return Chunk(at, index, {"meta_info": {"completion_tokens": count, "spec_verify_ct": steps}})
+
+
+def test_a_window_has_neither_prefill_nor_what_comes_after_the_first_is_done() -> None:
+    # The second request begins two seconds late; the first one is done at 7, the second at 9.
+    first = [chunk(at, 0, 1 + 2 * at, at) for at in range(8)]
+    second = [chunk(at + 0.1, 1, 1 + 3 * (at - 2), at - 2) for at in range(2, 10)]
+    found = speed.window(sorted(first + second, key=lambda one: one.at), 2)
+    # From 4, the first step of the first request after the second has begun at 3.1, to 7.
+    assert (found.seconds, found.steps) == (3, 3)
+    # Of the second request what had come by then: 10 at 4 is not there yet, nor is 16 at 7.
+    assert found.tokens == (15 - 9) + (13 - 4)
+    assert (found.step_ms, found.tokens_per_s) == (1000, 5)
+
+
+@pytest.mark.parametrize(
+    "chunks, words",
+    [
+        ([chunk(0, 0, 1, 0), chunk(1, 0, 2, 0)], "without verify steps"),
+        ([chunk(0, 0, 1, 1)], "hardly decoded at the same time"),
+        ([chunk(0, 0, 1, 1), chunk(1, 0, 2, 1)], "hardly decoded at the same time"),
+        ([chunk(0, 1, 1, 1)], "has a request 1"),
+    ],
+)
+def test_a_stream_without_a_window_is_an_error(chunks: list[Chunk], words: str) -> None:
+    with pytest.raises(ServiceError, match=words):
+        speed.window(chunks, 1)
+
+
+def test_requests_one_after_the_other_have_no_window() -> None:
+    with pytest.raises(ServiceError, match="hardly decoded"):
+        speed.window([chunk(0, 0, 1, 1), chunk(1, 0, 3, 2), chunk(2, 1, 1, 1), chunk(3, 1, 3, 2)], 2)
+
+
+def run_speed(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, *points: speed.Point, stock_ms: int, patched_ms: int
+) -> list[str]:
+    monkeypatch.setattr(speed, "PATIENCE", 0.0)
+    monkeypatch.setattr(speed, "NEW_TOKENS", 24)
+    pairs = [
+        dataclasses.replace(
+            one,
+            stock=with_environ(one.stock, FAKE_STEP_MS=str(stock_ms)),
+            patched=with_environ(one.patched, FAKE_STEP_MS=str(patched_ms)),
+        )
+        for one in plan.speed_pairs(bed.checkpoints)
+    ]
+    bed.fleet.want(spec for one in pairs for spec in one.specs)
+    speed.run(bed.fleet, bed.record, pairs, points, 24, kernels=False)
+    return bed.missed()
+
+
+def test_a_faster_server_keeps_the_bars(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = (speed.Point(32768, 1), speed.Point(8192, 1), speed.Point(64, 4))
+    assert run_speed(bed, monkeypatch, *points, stock_ms=150, patched_ms=2) == []
+    rows = bed.record.document["speed"]["rows"]
+    assert [(row["mode"], row["prefix"], row["bs"]) for row in rows][:2] == [("graph", 32768, 1), ("eager", 32768, 1)]
+    for row in rows:
+        assert 149 < row["stock"]["step_ms"] < 200 and row["stock"]["tokens_per_step"] == pytest.approx(2, abs=0.2)
+        assert row["times"] > 6
+
+
+def test_a_server_that_is_no_faster_misses_them(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = run_speed(bed, monkeypatch, speed.Point(8192, 1), stock_ms=10, patched_ms=20)
+    assert missed == [
+        "speed: nowhere slower than stock (noise 3%)",
+        "speed: 3 times stock's tokens/s at 8,192, batch 1, with graphs",
+    ]
+    assert "graph 8192,1: 0." in bed.found("nowhere slower")
+
+
+def test_points_that_could_not_be_measured_are_missed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*words: Any) -> None:
+        raise ServiceError("no window")
+
+    monkeypatch.setattr(speed, "window", broken)
+    missed = run_speed(bed, monkeypatch, speed.Point(64, 1), stock_ms=1, patched_ms=1)
+    assert "speed-graph at 64,1 could be measured" in missed and "speed: every point measured" in missed
+
+
+def test_shares_come_from_the_kernels_alone() -> None:
+    row: dict[str, Any] = {"prefix": 8192, "bs": 1, "stock": {"step_ms": 40.0}, "patched": {"step_ms": 10.0}}
+    speed.add_shares([row], {speed.Point(8192, 1): {"stock_us": 1250.0, "kernel_us": 25.0}}, 24)
+    assert (row["share_stock"], row["share_patched"]) == (0.75, 0.06)
+
+
+def test_what_the_benchmark_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"prefix": 8192, "bs": 1, "stock_us": 1250.0, "kernel_cold_us": 25.0, "config": "portable"},
+        {"prefix": 8192, "bs": 1, "stock_us": 1250.0, "kernel_cold_us": 20.0, "config": "hopper"},
+    ]
+
+    def bench(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        assert command[command.index("--shapes") + 1 : command.index("--json")] == ["1,16,8,8192"]
+        Path(command[-1]).write_text(json.dumps({"rows": rows}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    found = speed.measure_kernels([speed.Point(8192, 1)], tmp_path / "kernels.json")
+    assert found == {speed.Point(8192, 1): {"stock_us": 1250.0, "kernel_us": 25.0}}
+
+
+def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
+    # There is no GPU here; where there is one, there is no folder of that name to write to.
+    with pytest.raises(ServiceError, match="bench ended with 2 and no figures"):
+        speed.measure_kernels([speed.Point(8192, 1)], tmp_path / "none" / "kernels.json")
+
+
+@pytest.mark.parametrize("text", ["8192", "8192,0", "40000,1", "1,17", "a,b", "1,2,3"])
+def test_points_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        speed.parse_point(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+
+class FakeNvml:
+    """What each look at the memory finds; the last value from then on. By GPU, process to MiB, if `by_process`."""
+
+    def __init__(self, *sizes: int):
+        self.sizes = list(sizes)
+
+    def processes(self) -> list[dict[int, int]]:
+        return [{}, {}]
+
+    def used(self) -> int:
+        return self.sizes.pop(0) if len(self.sizes) > 1 else self.sizes[0]
+
+
+def run_load(bed: Bed, nvml: FakeNvml, count: int = 200, **environ: str) -> list[str]:
+    spec = with_environ(plan.load_spec(bed.checkpoints), FAKE_STEP_MS="1", **environ)
+    bed.fleet.want([spec])
+    load.run(bed.fleet, bed.record, spec, nvml, count)  # type: ignore[arg-type]
+    return bed.missed()
+
+
+def test_a_load_that_is_carried_out_keeps_the_bars(bed: Bed) -> None:
+    assert run_load(bed, FakeNvml(5000)) == []
+    ended = bed.record.document["load"]["ended"]
+    assert ended["flushed"] == 2 and ended["whole"] > 140 and ended["disconnected"] and ended["aborted"]
+    assert bed.found("GPU memory") == "0 MiB of the whole GPU"
+
+
+def test_requests_that_fail_are_told(bed: Bed) -> None:
+    missed = run_load(bed, FakeNvml(5000), FAKE_REFUSE="50")
+    assert missed == ["load: no request failed"]
+    assert "/generate answers 500" in bed.found("no request failed")
+
+
+def test_a_server_that_dies_under_load_is_told(bed: Bed) -> None:
+    missed = run_load(bed, FakeNvml(5000), FAKE_DIE_AT="30")
+    assert "load: no request failed" in missed and "load: no crash" in missed
+
+
+def test_memory_that_grows_is_told(bed: Bed) -> None:
+    # A look at every 25 requests, the fifth one after the first hundred.
+    assert run_load(bed, FakeNvml(5000, 5001, 5000, 5000, 5010, 5066)) == [
+        "load: GPU memory grows by no more than 64 MiB after request 100"
+    ]
+    assert bed.found("GPU memory") == "65 MiB of the whole GPU"
+
+
+def test_a_guard_that_trips_is_told(bed: Bed) -> None:
+    lines = "[kdtree] installed|[kdtree] calls served=10|[kdtree] L0 max_abs_diff=1 mean=1 rel=2e-3"
+    tripped = f"{lines}|[kdtree] ERROR disabled reason=guard layer=0 rel=1.0; x"
+    assert "load: the guard has not tripped" in run_load(bed, FakeNvml(5000), FAKE_LINES=tripped)
+
+
+def test_the_requests_are_the_same_each_time_and_begin_with_the_longest() -> None:
+    made = load.requests(500)
+    assert made == load.requests(500)
+    assert {len(one.prompt) for one in made[: load.AT_ONCE]} == {load.LONGEST}
+    assert max(len(one.prompt) for one in made) == load.LONGEST and min(len(one.prompt) for one in made) < 10
+    endings = [one.ending for one in made]
+    assert 30 < endings.count("abort") < 80 and 30 < endings.count("disconnect") < 80
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+
+
+def run_ranks(bed: Bed, monkeypatch: pytest.MonkeyPatch, trip: str = TRIPPED, **environ: str) -> list[str]:
+    monkeypatch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: {"rank 0": [0], "rank 1": [1]})
+    monkeypatch.setenv("FAKE_LINES", environ.pop("lines", RANKS))
+    wanted = plan.rank_specs(bed.checkpoints, 2, bed.folder)
+    wanted = dataclasses.replace(wanted, trip=with_environ(wanted.trip, FAKE_LINES=trip, **environ))
+    killer = ranks.CompilerKiller(bed.folder / "none")
+    killer.start()
+    bed.fleet.want(wanted.specs)
+    ranks.run(bed.fleet, bed.record, wanted, object(), 2, killer)  # type: ignore[arg-type]
+    return bed.missed()
+
+
+KILLED = "killed-patched: the compiler was killed while it compiled"
+
+
+def test_ranks_that_are_well_keep_every_bar_but_the_one_that_needs_a_compiler(bed: Bed, monkeypatch) -> None:
+    assert run_ranks(bed, monkeypatch) == [KILLED]
+    assert set(bed.record.document["ranks"]["tokens"]) == {
+        *("same-graph", "same-eager", "noisy-graph", "noisy-eager"),
+        "trip",
+    }
+
+
+@pytest.mark.parametrize(
+    "lines, bar",
+    [
+        (RANKS.replace("installed tp_rank=1", "installed tp_rank=0"), "installed exactly once in each rank"),
+        (RANKS.replace("|[kdtree] calls served=10|", "|", 1), "both ranks serve the same calls"),
+        (RANKS.replace("compiled verify", "found verify"), "a cold cache"),
+        (RANKS + "|[kdtree] installed", "installed exactly once in each rank"),
+        (RANKS + "|[kdtree] ERROR x", "no error"),
+    ],
+)
+def test_ranks_that_are_not_miss_theirs(bed: Bed, monkeypatch, lines: str, bar: str) -> None:
+    assert any(bar in missed for missed in run_ranks(bed, monkeypatch, lines=lines))
+
+
+@pytest.mark.parametrize("trip", [RANKS, TRIPPED.replace("2e-3 tp_rank=1;", "2e-3 tp_rank=0;")])
+def test_the_guard_has_to_trip_on_rank_1(bed: Bed, monkeypatch, trip: str) -> None:
+    assert "trip-patched: the guard trips on rank 1 alone" in run_ranks(bed, monkeypatch, trip)
+
+
+def test_a_deadlock_after_the_trip_is_told(bed: Bed, monkeypatch) -> None:
+    missed = run_ranks(bed, monkeypatch, FAKE_REFUSE="3")
+    assert "trip-patched could be run" in missed
+
+
+def test_a_gpu_too_many_is_told(bed: Bed, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        seen = iter([{"rank 0": [0], "rank 1": [1]}, {"rank 0": [0], "rank 1": [0, 1]}])
+        patch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: next(seen))
+        one = plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs[0]
+        patch.setenv("FAKE_LINES", RANKS)
+        bed.fleet.want(one.specs)
+        servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
+        ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
+    assert bed.missed() == ["same-graph: GPUs of each process as with stock"]
+
+
+def test_a_start_that_is_late_is_told(bed: Bed) -> None:
+    class Started:
+        def __init__(self, ready_s: float):
+            self.ready_s = ready_s
+
+    bed.record.document["ranks"] = {}
+    pairs = [(Started(60.0), Started(60.0 + late)) for late in (0.5, 3.5, 9.0)]
+    ranks.judge_start_up(bed.record, pairs)  # type: ignore[arg-type]
+    assert bed.found("start-up") == "3.5 s; each: 0.5, 3.5, 9.0" and bed.missed()
+
+
+def test_the_compiler_that_holds_the_lock_is_killed(tmp_path: Path) -> None:
+    script = "import fcntl, sys, time; '_serve_job'; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); time.sleep(60)"
+    compiler = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "family.lock")])
+    killer = ranks.CompilerKiller(tmp_path)
+    killer.start()
+    assert compiler.wait(20) == -9
+    killer.end()
+    assert killer.killed == compiler.pid
+
+
+def test_others_that_hold_the_lock_are_let_be(tmp_path: Path) -> None:
+    with (tmp_path / "family.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        killer = ranks.CompilerKiller(tmp_path)
+        killer.start()
+        time.sleep(0.3)
+        killer.end()
+    assert killer.killed is None and os.getpid()
+
+
+def test_the_trip_narrows_the_limit_of_rank_1_alone(tmp_path: Path) -> None:
+    """Behind our sitecustomize, as on a server."""
+    program = """
+import dataclasses
+from kdtree_patch import route
+from kdtree_patch.ledger import Ledger
+from kdtree_patch.settings import Settings
+class Kernel:
+    device = "cpu"
+found = []
+route.Both = lambda settings, *more: found.append(settings.guard_rel)
+for rank in (0, 1):
+    route.VerifyRouter(lambda q: None, Kernel(), Settings(guard_rel=0.05), Ledger(), rank, {})
+print(found)
+"""
+    spec = ServerSpec("trip", True, (), {}, Path(ranks.__file__).with_name("trip"))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=spec.environment(), capture_output=True, text=True
+    )
+    assert done.stdout == "[0.05, 1e-09]\n", done.stderr
