@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
 import subprocess
 import sys
 import time
@@ -207,6 +205,7 @@ def run_speed(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, *points: speed.Point, stock_ms: int, patched_ms: int
 ) -> list[str]:
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
+    monkeypatch.setattr(speed, "LEAST", 1)
     monkeypatch.setattr(speed, "NEW_TOKENS", 24)
     pairs = [
         dataclasses.replace(
@@ -238,6 +237,18 @@ def test_a_server_that_is_no_faster_misses_them(bed: Bed, monkeypatch: pytest.Mo
         "speed: 3 times stock's tokens/s at 8,192, batch 1, with graphs",
     ]
     assert "graph 8192,1: 0." in bed.found("nowhere slower")
+
+
+def test_a_slow_first_window_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        seconds = iter((9.0, 1.0))
+
+        def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
+            return [chunk(0, 0, 1, 1), chunk(next(self.seconds), 0, 21, 11)]
+
+    monkeypatch.setattr(speed, "PATIENCE", 0.0)
+    found = speed.measure(Stream(), [[1]], 21)  # type: ignore[arg-type]
+    assert (found["step_ms"], found["repeats"], found["tokens_per_step"], found["spread"]) == (100.0, 2, 2.0, 8.0)
 
 
 def test_points_that_could_not_be_measured_are_missed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +328,11 @@ def test_requests_that_fail_are_told(bed: Bed) -> None:
     missed = run_load(bed, FakeNvml(5000), FAKE_REFUSE="50")
     assert missed == ["load: no request failed"]
     assert "/generate answers 500" in bed.found("no request failed")
+
+
+def test_answers_that_are_short_are_failures(bed: Bed) -> None:
+    assert run_load(bed, FakeNvml(5000), FAKE_SHORT="1") == ["load: no request failed"]
+    assert "95 of 96 tokens" in bed.found("no request failed")
 
 
 def test_a_server_that_dies_under_load_is_told(bed: Bed) -> None:
@@ -420,9 +436,18 @@ def test_a_start_that_is_late_is_told(bed: Bed) -> None:
     assert bed.found("start-up") == "3.5 s; each: 0.5, 3.5, 9.0" and bed.missed()
 
 
+def holder(folder: Path, words: str) -> subprocess.Popen[bytes]:
+    """A process that holds a lock as a compiler does, with `words` in its command line."""
+    script = f"import fcntl, sys, time; {words!r}; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script, str(folder / "family.lock")])
+    deadline = time.monotonic() + 20
+    while ranks.gpus.holder_of_lock(folder / "family.lock") != process.pid and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
 def test_the_compiler_that_holds_the_lock_is_killed(tmp_path: Path) -> None:
-    script = "import fcntl, sys, time; '_serve_job'; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); time.sleep(60)"
-    compiler = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "family.lock")])
+    compiler = holder(tmp_path, "_serve_job")
     killer = ranks.CompilerKiller(tmp_path)
     killer.start()
     assert compiler.wait(20) == -9
@@ -431,13 +456,14 @@ def test_the_compiler_that_holds_the_lock_is_killed(tmp_path: Path) -> None:
 
 
 def test_others_that_hold_the_lock_are_let_be(tmp_path: Path) -> None:
-    with (tmp_path / "family.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        killer = ranks.CompilerKiller(tmp_path)
-        killer.start()
-        time.sleep(0.3)
-        killer.end()
-    assert killer.killed is None and os.getpid()
+    worker = holder(tmp_path, "a worker")
+    killer = ranks.CompilerKiller(tmp_path)
+    killer.start()
+    time.sleep(1.5)  # it looks again after one second
+    killer.end()
+    assert killer.killed is None and worker.poll() is None
+    worker.kill()
+    worker.wait()
 
 
 def test_the_trip_narrows_the_limit_of_rank_1_alone(tmp_path: Path) -> None:

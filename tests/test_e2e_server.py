@@ -102,6 +102,8 @@ def test_nobody_there_is_an_error_and_not_healthy() -> None:
 
 def test_a_proxy_in_the_environment_is_not_asked(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     fleet.want([spec()])
     assert fleet.ready("one").client.generate([[1]], 2)
 

@@ -14,9 +14,6 @@ from typing import Any
 
 Answer = dict[str, Any]
 
-# The servers are on this machine, whatever proxy its environment names.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 class ServiceError(Exception):
     """A server, or the way to it, has failed."""
@@ -42,12 +39,14 @@ class Chunk:
 class Client:
     def __init__(self, port: int):
         self.base = f"http://127.0.0.1:{port}"
+        # It is on this machine, whatever proxy the environment names.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def _open(self, path: str, body: Answer | None, timeout: float) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"})
         try:
-            response: http.client.HTTPResponse = _opener.open(request, timeout=timeout)
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             with closing(error):
                 words = error.read(500).decode(errors="replace")

@@ -88,7 +88,8 @@ def carry_out(server: Server, request: Request) -> str:
         if reason != "length" or len(answer["output_ids"]) != request.new_tokens:
             raise ServiceError(f"{len(answer['output_ids'])} of {request.new_tokens} tokens, ended by {reason}")
         return "whole"
-    rid = f"e2e-{request.number}"
+    # SGLang aborts all whose id begins with the one that it is given.
+    rid = f"e2e-{request.number:06}"
     stream: Iterator[Chunk] = client.stream(prompt, request.new_tokens, rid=[rid])
     with closing(stream):  # type: ignore[type-var]  # a generator is closed
         for number, chunk in enumerate(stream):

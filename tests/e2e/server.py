@@ -110,7 +110,7 @@ class Server:
 
     def stop(self) -> None:
         """Asks, then does not ask. Nothing of its group is left afterwards."""
-        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+        for number, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -22,8 +22,9 @@ LENGTHS = (5, 37, 200, 700)
 # Its first tokens are tied on these checkpoints; it is reported and no more.
 NOT_JUDGED = 5
 NEW_TOKENS = 48
-# Log-probabilities. Rounding moves these models' logits by 0.05; their best two are 1 apart on average.
-TIE = 0.1
+# Log-probabilities. Rounding moves these models' logits by 0.05, in prefill, which is asked, in other ways than in
+# verify; their best two are 1 apart on average.
+TIE = 0.15
 # Of the mean accepted length. The same tokens from the same draft are the same acceptance; but in a batch under graphs
 # SGLang's draft is at times prepared from padding, so that it differs from run to run.
 ACCEPTANCE = {"alone": 0.02, "batch": 0.15}
