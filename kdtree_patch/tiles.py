@@ -18,7 +18,7 @@ MAX_HEADS = 128
 MAX_TILES = 2**30  # of a call: the kernel counts them in 32 bits
 ELEMENTS = ("bf16", "fp16")
 COMBINE_THREADS = 256
-_SCHEDULE_BYTES = 40
+_SCHEDULE_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _portable_shared(rows: int) -> int:
     tiles = stages * keys * HEAD_DIM * 2
     probabilities = rows * (keys * 2 + 16)
     exchange = 4 * rows * keys * 4
-    row_state = 4 * rows * 4
+    row_state = 3 * rows * 4
     return tiles + probabilities + exchange + row_state + _SCHEDULE_BYTES
 
 
