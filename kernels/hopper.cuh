@@ -537,7 +537,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   template <int CHUNKS>
   __device__ __forceinline__ void copy_key(int tile, int slot, int i, int chunk, unsigned target) const {
     const int key = copied_key(i), column = tile * kTileKeys + key, columns = request.columns();
-    const unsigned char* source = p.kv_pool + (long long)slot * p.kv_slot_stride;
+    const unsigned char* source = p.kv_pool + (long long)(unsigned)slot * p.kv_slot_stride;
     if (column >= request.prefix) {
       const int draft = column < columns ? column - request.prefix : 0;
       source = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;

@@ -213,7 +213,9 @@ __device__ __forceinline__ int load_slot(const VerifyParams& p, const Request& r
   column = min(column, request.prefix - 1);
   const unsigned char* address = index_address(p.kv_indices, request.kv_start + max(column, 0), p.wide_indices & kWideKvIdx);
   keep_in_register(address);  // else all of this becomes conditional, and slower
-  return column >= 0 ? __ldg((const int*)address) : none;
+  int slot = column >= 0 ? __ldg((const int*)address) : none;
+  keep_in_register(slot);  // nor is it made an address of as soon as it is there
+  return slot;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------- schedule
