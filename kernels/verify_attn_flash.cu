@@ -513,7 +513,7 @@ struct VerifyBlock {
   // The rows whose softmax this warp does: one of each row tile.
   __device__ __forceinline__ int finished_row(int i) const { return i * 8 + warp; }
 
-  // Ready for an item. A barrier must follow.
+  // Ready for an item. A barrier must follow, as attend_tile has it.
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) r_sum[i] = 0.f;
@@ -758,7 +758,8 @@ struct VerifyBlock {
     const unsigned tile_address = shared_address(shared + stage * kTileBytes);
     const unsigned visible = visible_rows(tile);  // read while the tile is still on its way
     cp_async_wait<0>();
-    __syncthreads();  // the tile is complete, and nobody reads the other stage, P or the exchange area any more
+    // The tile is complete, and nobody reads the other stage, P or the exchange area any more: neither tiles nor the queries.
+    __syncthreads();
     const bool has_next = tile + 1 < last;
     {
       float r_part[ROW_TILES][4];
@@ -796,7 +797,6 @@ struct VerifyBlock {
     __syncthreads();  // the queries are complete, and nobody reads what the last item left
     load_queries();
     clear();
-    __syncthreads();  // and in registers: stage 1, P and the exchange area are free
     for (int tile = first; tile < last; tile++) attend_tile(tile, last, (tile - first) & 1);
   }
 

@@ -80,20 +80,14 @@ MUTANTS = [
     Mutant(
         "missing_tile_barrier",
         "a tile is read before all threads' copies have landed",
-        "__syncthreads();  // the tile is complete",
-        "// the tile is complete",
+        "neither tiles nor the queries.\n    __syncthreads();",
+        "",
     ),
     Mutant(
         "missing_item_barrier",
         "an item begins before the last one has been written",
         "__syncthreads();  // the queries are complete",
         "// the queries are complete",
-    ),
-    Mutant(
-        "missing_query_barrier",
-        "the exchange area is used before all queries are in registers",
-        "__syncthreads();  // and in registers",
-        "// and in registers",
     ),
     Mutant(
         "missing_exchange_barrier",
@@ -128,8 +122,8 @@ MUTANTS = [
     Mutant(
         "missing_wait",
         "the copy of a tile is not waited for",
-        "    cp_async_wait<0>();\n    __syncthreads();  // the tile is complete",
-        "    cp_async_wait<1>();\n    __syncthreads();  // the tile is complete",
+        "    cp_async_wait<0>();\n    // The tile is complete",
+        "    cp_async_wait<1>();\n    // The tile is complete",
     ),
     Mutant(
         "out_of_bounds_stage",
