@@ -28,7 +28,7 @@ from kdtree_patch.compare import Both, Recording, Routed
 from kdtree_patch.guard import describe
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.settings import Settings
-from kdtree_patch.tiles import HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, ROPE
+from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, MAX_TILES, ROPE
 
 _FLOATS: Final = frozenset(getattr(torch, name) for name in contract.FLOATS)
 _INDICES: Final = frozenset(getattr(torch, name) for name in contract.INDICES)
@@ -50,6 +50,7 @@ _ABOUT: Final[dict[str, tuple[str, ...]]] = {
     "mask_dtype": ("custom_mask",),
     "index_dtype": ("qo_indptr", "kv_indptr", "kv_indices", "mask_indptr"),
     "scale": ("sm_scale",),
+    "too_many_tiles": ("q_extend", "qo_indptr", "kv_indices", "max_len_extend"),
     **{reason: tuple(name for name, _, other in _NEUTRAL if other == reason) for _, _, reason in _NEUTRAL},
 }
 
@@ -370,6 +371,8 @@ def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
         or v_pool.shape[0] != pool.shape[0]
     ):
         return "layout"
+    if any(config.most_tiles(bs, q_len, heads, indices.shape[0]) >= MAX_TILES for config in CONFIGS.values()):
+        return "too_many_tiles"
     if any(tensor.device != device for tensor in (q, k, pool, out, *flat)):
         return "device"
     return None

@@ -15,9 +15,10 @@ ROPE = 64
 HEAD_DIM = LATENT + ROPE
 MAX_Q_LEN = 256
 MAX_HEADS = 128
+MAX_TILES = 2**30  # of a call: the kernel counts them in 32 bits
 ELEMENTS = ("bf16", "fp16")
 COMBINE_THREADS = 256
-_SCHEDULE_BYTES = 40
+_SCHEDULE_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Configuration:
         """Cuts q_len * heads rows into as few equal blocks as the largest variant allows."""
         return _cut_rows(self, q_len, heads)
 
+    def most_tiles(self, bs: int, q_len: int, heads: int, indices: int) -> int:
+        """What the tiles of all items of a call add up to at most, whatever the lengths of its `bs` requests: all their
+        prefixes lie in the `indices` entries of kv_indices.
+        """
+        keys = indices + bs * (q_len + self.tile_keys - 1)  # each request rounded up to whole tiles
+        return keys // self.tile_keys * self.cut_rows(q_len, heads).row_blocks
+
 
 @lru_cache(maxsize=4096)
 def _cut_rows(configuration: Configuration, q_len: int, heads: int) -> Cut:
@@ -87,7 +95,7 @@ def _portable_shared(rows: int) -> int:
     tiles = stages * keys * HEAD_DIM * 2
     probabilities = rows * (keys * 2 + 16)
     exchange = 4 * rows * keys * 4
-    row_state = 4 * rows * 4
+    row_state = 3 * rows * 4
     return tiles + probabilities + exchange + row_state + _SCHEDULE_BYTES
 
 

@@ -261,7 +261,7 @@ struct Warpgroup {
   }
 
   __device__ __forceinline__ void start_item(const Item& item) {
-    request = load_request(p, item.request);
+    request = item.request;
     row_base = item.row_block * p.rows_per_block;
     rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
   }
@@ -314,8 +314,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 
   __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 0) {}
 
-  // The queries of the row block. Rows that do not exist are zero.
-  __device__ __forceinline__ void load_queries() const {
+  // The queries of the row block. Rows that do not exist are zero. meanwhile() is called while they are on their way.
+  template <class Meanwhile>
+  __device__ __forceinline__ void load_queries(Meanwhile meanwhile) const {
     const int unit = thread & 7;
 #pragma unroll 1
     for (int row = thread >> 3; row < G::kRows; row += kWarpgroup / 8) {
@@ -328,6 +329,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
         cp_async_16(target + chunk * G::kQueryChunkBytes, source + chunk * 128, row < rows ? 16 : 0);
     }
     cp_async_commit();
+    meanwhile();
     cp_async_wait<0>();
     fence_proxy_async();
     barrier_sync(barrier, kWarpgroup);
@@ -338,13 +340,13 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   __device__ __forceinline__ void load_visible(int tile, unsigned (&visible)[2]) const {
     const int column = tile * kTileKeys + warp * 16 + group;
     const unsigned char* const mask = p.custom_mask + mask_base + column;
-    const float inverse_heads = 1.f / (float)p.heads;
+    int first_row = row_base;
+    keep_in_register(first_row);  // the tokens are worked out here, not kept all the time
     visible[0] = visible[1] = 0;
 #pragma unroll
     for (int i = 0; i < kThreadRows; i++) {
       const int row = i / 2 * 8 + quad * 2 + i % 2;
-      // The quotient is exact: rows are far fewer than 2^22, so half a row over is more than the rounding errors.
-      const int token = (int)(((float)(row_base + row) + 0.5f) * inverse_heads);
+      const int token = quotient(first_row + row, p.heads);
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         const int draft = column + k * 8 - request.prefix;
@@ -478,17 +480,20 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     hand_over(slot < 0);
   }
 
-  __device__ __forceinline__ void run() {
-    Pieces<kTileKeys> pieces(p, Base::schedule(), blockIdx.x);
-    for (Piece piece; pieces.next(piece); pieces.finish(piece, Base::schedule())) {
-      if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());
+  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces) {
+    Piece piece;
+    bool more = pieces.first(piece);
+    if (!more && thread == 0) announce_nothing(p, blockIdx.x);
+    for (; more; more = pieces.next(piece, Base::schedule())) {
       Base::start_item(piece.item);
       columns = request.columns();
-      mask_base = p.custom_mask ? load_index(p.mask_indptr, piece.item.request, p.wide_indices & kWideMask) : 0;
+      mask_base = p.custom_mask ? load_index(p.mask_indptr, piece.item.number, p.wide_indices & kWideMask) : 0;
       if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
 #pragma unroll
       for (int i = 0; i < kThreadRows; i++) r_highest[i] = kNothingSeen, r_sum[i] = 0.f;
-      load_queries();
+      load_queries([&] {
+        if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());
+      });
       Base::wait_until_taken();
       if (thread == 0)
         Base::s_target() = Target{request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
@@ -524,11 +529,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   // Done a tile ahead of the copy, and turned into addresses only there, so that nothing waits for it.
   __device__ __forceinline__ void load_slots(int tile, int (&slots)[kCopyKeys]) const {
 #pragma unroll
-    for (int i = 0; i < kCopyKeys; i++) {
-      const int column = min(tile * kTileKeys + copied_key(i), request.prefix - 1);
-      slots[i] = 0;
-      if (column >= 0) slots[i] = load_small_index(p.kv_indices, (long long)request.kv_start + column, p.wide_indices & kWideKvIdx);
-    }
+    for (int i = 0; i < kCopyKeys; i++) slots[i] = load_slot(p, request, tile * kTileKeys + copied_key(i), 0);
   }
 
   // Copies CHUNKS chunks from `chunk` on of this thread's i-th key of a tile: prefix columns from the pool, draft columns from k_extend,
@@ -536,7 +537,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   template <int CHUNKS>
   __device__ __forceinline__ void copy_key(int tile, int slot, int i, int chunk, unsigned target) const {
     const int key = copied_key(i), column = tile * kTileKeys + key, columns = request.columns();
-    const unsigned char* source = p.kv_pool + (long long)slot * p.kv_slot_stride;
+    const unsigned char* source = p.kv_pool + (long long)(unsigned)slot * p.kv_slot_stride;
     if (column >= request.prefix) {
       const int draft = column < columns ? column - request.prefix : 0;
       source = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
@@ -674,6 +675,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   // The item goes on in another piece: leave the accumulators for combine.
   __device__ __forceinline__ void write_partial(int slot) const {
     float4* const target = p.partial_out + (long long)slot * G::kPartialFloat4 + lane;
+    const int half = threadIdx.x / kWarpgroup - 1;  // worked out anew: the member would be in the way all the time
 #pragma unroll
     for (int i = 0; i < kValueChunks; i++)
 #pragma unroll
@@ -682,18 +684,16 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
             make_float4(r_out[i][n][0], r_out[i][n][1], r_out[i][n][2], r_out[i][n][3]);
   }
 
-  __device__ __forceinline__ void run() {
-    Pieces<kTileKeys> pieces(p, Base::schedule(), blockIdx.x);
+  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces) {
     Piece piece;
-    bool more = pieces.next(piece);
+    bool more = pieces.first(piece);
     if (more) start_piece<true>(piece);
     while (more) {
       start_second_tile(piece);
       clear();
       for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, piece.last);
       // The copies of the next piece are under way while this one is written.
-      pieces.finish(piece, Base::schedule());
-      more = pieces.next(piece);
+      more = pieces.next(piece, Base::schedule());
       if (more) start_piece<false>(piece);
       take_over();
       const Target target = Base::s_target();
@@ -713,12 +713,8 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_ALIGNED_DYNAMIC_SHARED(hopper_shared, 1024);
   const int worker = blockIdx.x;
-  if (threadIdx.x < 32) {
-    const Schedule schedule = make_schedule<kTileKeys>(p);
-    if (threadIdx.x == 0) *(Schedule*)(hopper_shared + G::kOffsetSchedule) = schedule;
-    const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
-    if (rows_by_worker && threadIdx.x == 0) p.cut_items[worker] = make_int4(0, 0, -1, 0);
-  } else if (threadIdx.x == 32) {
+  const SizedRequest sized = load_sized_request<kTileKeys>(p, threadIdx.x & 31);
+  if (threadIdx.x == 0) {
     const unsigned mbarriers = shared_address(hopper_shared + G::kOffsetMbarriers);
     mbarrier_init(mbarriers, 2 * kWarpgroup), mbarrier_init(mbarriers + 8, 2 * kWarpgroup);
     mbarrier_init(mbarriers + 16, kWarpgroup / 32);
@@ -726,13 +722,17 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
     mbarrier_fence_init();
   }
   __syncthreads();
+  const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
+  Pieces<kTileKeys> pieces(p, schedule, worker, sized);
+  // Read when a first piece is done: barrier_sync and the hand-overs have passed it on by then.
+  if (threadIdx.x == 0) *(Schedule*)(hopper_shared + G::kOffsetSchedule) = schedule;
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 0) {
     set_max_registers_down<G::kScoreRegisters>();
-    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
+    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces);
   } else {
     set_max_registers_up<G::kValueRegisters>();
-    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run();
+    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run(pieces);
   }
 }
 

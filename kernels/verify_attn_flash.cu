@@ -90,6 +90,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x, one unit in the last place off at most.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to the element type, lo in the low half.
 template <class Element>
 __device__ __forceinline__ unsigned pack2(float lo, float hi) {
@@ -166,15 +173,25 @@ struct VerifyParams {
 
 enum WideIndex { kWideQo = 1, kWideKvPtr = 2, kWideKvIdx = 4, kWideMask = 8 };
 
-__device__ __forceinline__ long long load_index(const void* base, long long i, bool wide) {
-  return wide ? __ldg((const long long*)base + i) : (long long)__ldg((const int*)base + i);
+// Where the i-th number is.
+__device__ __forceinline__ const unsigned char* index_address(const void* base, int i, bool wide) {
+  return (const unsigned char*)base + (unsigned long long)(unsigned)i * (wide ? 8u : 4u);
 }
 
-// The same for numbers that fit 32 bits (they count tokens and slots, of which a GPU's memory holds fewer): the low word of either width,
-// without a branch that would wait for the value.
-__device__ __forceinline__ int load_small_index(const void* base, long long i, bool wide) {
-  return __ldg((const int*)base + (i << (int)wide));
+// A number that is not negative. Nothing waits here for the value, as extending a sign would.
+__device__ __forceinline__ long long load_index(const void* base, int i, bool wide) {
+  const unsigned char* const address = index_address(base, i, wide);
+  return wide ? __ldg((const long long*)address) : (long long)__ldg((const unsigned*)address);
 }
+
+// One that fits 32 bits: those that count tokens and slots, of which a GPU's memory holds fewer. The low word of either width.
+__device__ __forceinline__ int load_small_index(const void* base, int i, bool wide) {
+  return __ldg((const int*)index_address(base, i, wide));
+}
+
+// a / b for 0 <= a < 2^21 by way of the reciprocal of b, a fraction of what a division costs: a + 0.5 is at least 0.5 away from any
+// multiple of b, which is more than the rounding errors.
+__device__ __forceinline__ int quotient(int a, int b) { return (int)(((float)a + 0.5f) * reciprocal_approx((float)b)); }
 
 // What a block must know of one request.
 struct Request {
@@ -191,6 +208,16 @@ __device__ __forceinline__ Request load_request(const VerifyParams& p, int b) {
   return Request{q_start, kv_start, q_end - q_start, kv_end - kv_start};
 }
 
+// The slot of a column of the request, or of its last prefix column; `none` if it has no prefix.
+__device__ __forceinline__ int load_slot(const VerifyParams& p, const Request& request, int column, int none) {
+  column = min(column, request.prefix - 1);
+  const unsigned char* address = index_address(p.kv_indices, request.kv_start + max(column, 0), p.wide_indices & kWideKvIdx);
+  keep_in_register(address);  // else all of this becomes conditional, and slower
+  int slot = column >= 0 ? __ldg((const int*)address) : none;
+  keep_in_register(slot);  // nor is it made an address of as soon as it is there
+  return slot;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------------- schedule
 //
 // The line: request 0's row block 0 with its tiles, then row block 1, ..., then request 1's. W workers share its T tiles evenly: the first
@@ -201,37 +228,40 @@ __device__ __forceinline__ Request load_request(const VerifyParams& p, int b) {
 //
 // A request whose prefix is shorter than a tile is not on the line: its items are dealt out whole. Graph runners pad a batch with requests
 // of prefix 1, and those must not move the cuts of the others: a request's result has the same bits with and without padding.
+//
+// A call waits for all of this before it can start its first copy, so it is one chain of few instructions, without a branch for up to 32
+// requests: a lane loads the pointers of one, a `redux` counts the line, and what each lane makes of its request is shuffled from the one
+// that the worker's first tile hits. Everything fits 32 bits: the host declines a call that could have more tiles (MAX_TILES in
+// kdtree_patch/tiles.py).
 
 struct Item {
-  int request, row_block;
-  int tiles;        // tiles of the whole item
-  long long first;  // where the item starts on the line; 0 for a short one
+  int number;  // of the request
+  Request request;
+  int row_block;
+  int tiles;  // of the whole item
 };
 
+// What one worker must know of its line.
 struct Schedule {
-  int groups;         // lines
-  int group_workers;  // workers of each
-  int short_items;
-  long long group_tiles;  // tiles of each
-  long long share;        // tiles of a worker, at least
-  int longer;             // how many workers of a line take one more
+  int short_items;                 // of the whole batch
+  int stretch_start, stretch_end;  // of this worker, on the line
+  int share;                       // tiles of a worker, at least
+  int longer;                      // how many workers take one more
+  int last_of_item;                // the last worker of this one's item, if each has a line of its own; else -1
 
-  __device__ __forceinline__ int workers() const { return groups * group_workers; }
-  __device__ __forceinline__ long long stretch_start(int worker) const {
-    const int group = worker / group_workers, within = worker % group_workers;
-    return group * group_tiles + within * share + min(within, longer);
-  }
-  // The worker whose stretch holds a tile.
-  __device__ __forceinline__ int owner(long long tile) const {
-    const int group = (int)(tile / group_tiles);
-    const long long within = tile - group * group_tiles, long_part = longer * (share + 1);
-    const long long worker = within < long_part ? within / (share + 1) : longer + (within - long_part) / share;
-    return group * group_workers + (int)worker;
+  // The last worker of an item that this one starts and does not finish. The item's last tile is `tile`.
+  __device__ __forceinline__ int last_worker(int tile) const {
+    if (last_of_item >= 0) return last_of_item;
+    const int long_part = longer * (share + 1);
+    const bool in_long_part = tile < long_part;
+    const unsigned before = in_long_part ? tile : tile - long_part, stretch = in_long_part ? share + 1 : share;
+    return (int)(before / stretch) + (in_long_part ? 0 : longer);
   }
 };
 
-// Tiles and row blocks of a request; no row blocks beyond the batch or without draft tokens.
-struct RequestSize {
+// A request, its tiles and its row blocks; none of either beyond the batch or without draft tokens.
+struct SizedRequest {
+  Request request;
   int tiles, blocks;
   bool is_short;
   // What the request adds to the line (tiles) or to the short items.
@@ -239,22 +269,14 @@ struct RequestSize {
 };
 
 template <int TILE_KEYS>
-__device__ __forceinline__ RequestSize size_request(const VerifyParams& p, int b) {
-  RequestSize size{0, 0, false};
-  if (b >= p.bs) return size;
-  const Request r = load_request(p, b);
-  if (r.q_len <= 0) return size;
-  size.tiles = (r.columns() + TILE_KEYS - 1) / TILE_KEYS;
-  size.blocks = min((r.q_len * p.heads + p.rows_per_block - 1) / p.rows_per_block, p.row_blocks);
-  size.is_short = r.prefix < TILE_KEYS;
-  return size;
-}
-
-template <class Combine>
-__device__ __forceinline__ int warp_reduce(int x, Combine combine) {
-#pragma unroll
-  for (int offset = 16; offset; offset >>= 1) x = combine(x, __shfl_xor_sync(~0u, x, offset));
-  return x;
+__device__ __forceinline__ SizedRequest load_sized_request(const VerifyParams& p, int b) {
+  SizedRequest sized;
+  sized.request = load_request(p, min(b, p.bs - 1));
+  const int rows = b < p.bs ? max(sized.request.q_len, 0) * p.heads : 0;
+  sized.tiles = rows > 0 ? (int)((unsigned)(sized.request.columns() + TILE_KEYS - 1) / TILE_KEYS) : 0;
+  sized.blocks = min(quotient(rows + p.rows_per_block - 1, p.rows_per_block), p.row_blocks);
+  sized.is_short = rows > 0 && sized.request.prefix < TILE_KEYS;
+  return sized;
 }
 
 // The largest of a warp's 32 numbers, for all of them, in one instruction: floats are ordered as integers are, once the negative ones'
@@ -264,87 +286,47 @@ __device__ __forceinline__ float warp_max(float x) {
   return __int_as_float(turn(__reduce_max_sync(~0u, turn(__float_as_int(x)))));
 }
 
-// make_schedule and find_item are called, not inlined: the portable kernel's main loop needs all registers. The Hopper kernel's warpgroups
-// have different numbers of them, which calls do not know of.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define KDTREE_CALLED __forceinline__
-#else
-#define KDTREE_CALLED __noinline__
-#endif
-
-// One warp, all lanes: counts the line and the short items.
+// One warp, all lanes: counts the line and the short items, and finds the worker's stretch. A lane brings its request of the first 32.
 template <int TILE_KEYS>
-__device__ KDTREE_CALLED Schedule make_schedule(const VerifyParams& p) {
-  auto plus = [](int a, int b) { return a + b; };
-  auto larger = [](int a, int b) { return max(a, b); };
-  long long total = 0;
-  int on_line = 0, most_tiles = 0, most_blocks = 0, short_items = 0;
-  for (int b = threadIdx.x & 31; b < p.bs; b += 32) {
-    const RequestSize size = size_request<TILE_KEYS>(p, b);
-    total += size.units(false);
-    short_items += size.units(true);
-    if (size.is_short) continue;
-    on_line += 1;
-    most_tiles = max(most_tiles, size.tiles);
-    most_blocks = max(most_blocks, size.blocks);
-  }
-#pragma unroll
-  for (int offset = 16; offset; offset >>= 1) {
-    // A 64-bit shuffle is two 32-bit ones; the halves are summed as one number.
-    const int lo = __shfl_xor_sync(~0u, (int)(total & 0xffffffffll), offset), hi = __shfl_xor_sync(~0u, (int)(total >> 32), offset);
-    total += ((long long)hi << 32) | (unsigned)lo;
-  }
-  const int items = warp_reduce(on_line, plus) * (most_blocks = warp_reduce(most_blocks, larger));
-  most_tiles = warp_reduce(most_tiles, larger);
-  const int workers = (int)max(1ll, min((long long)p.workers, total));
-  const bool alike = items > 0 && items <= workers && total == (long long)items * most_tiles;
-  Schedule s;
-  s.short_items = warp_reduce(short_items, plus);
-  s.groups = alike ? items : 1;
-  s.group_tiles = alike ? most_tiles : total;
-  s.group_workers = alike ? workers / items : workers;
-  s.share = s.group_tiles / s.group_workers;
-  s.longer = (int)(s.group_tiles - s.share * s.group_workers);
-  return s;
-}
-
-// One warp, all lanes: the item that holds a tile of the line, or the short item of that number. It must exist.
-template <int TILE_KEYS>
-__device__ KDTREE_CALLED Item find_item(const VerifyParams& p, long long position, bool of_short) {
+__device__ __forceinline__ Schedule make_schedule(const VerifyParams& p, SizedRequest sized, int worker) {
   const int lane = threadIdx.x & 31;
-  long long before = 0;  // units of the requests already passed
-  for (int b0 = 0; b0 < p.bs; b0 += 32) {
-    const RequestSize size = size_request<TILE_KEYS>(p, b0 + lane);
-    const int units = size.units(of_short);
-    // Inclusive prefix sum over the 32 requests; 32 bits hold it relative to `before` for any batch that fits a GPU's memory.
-    int sum = units;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset <<= 1) {
-      const int below = __shfl_up_sync(~0u, sum, offset);
-      if (lane >= offset) sum += below;
-    }
-    const unsigned hit = __ballot_sync(~0u, position >= before + sum - units && position < before + sum);
-    if (hit) {
-      const int source = __ffs((int)hit) - 1;
-      Item item;
-      item.request = b0 + source;
-      item.tiles = __shfl_sync(~0u, size.tiles, source);
-      const long long request_start = before + __shfl_sync(~0u, sum - units, source);
-      const int within = (int)(position - request_start);
-      item.row_block = of_short ? within : within / item.tiles;
-      item.first = of_short ? 0 : request_start + (long long)item.row_block * item.tiles;
-      return item;
-    }
-    before += __shfl_sync(~0u, sum, 31);
+  int total = 0, short_items = 0, on_line = 0, most_tiles = 0, most_blocks = 0;
+  for (int b0 = 0;;) {
+    total += sized.units(false);
+    short_items += sized.units(true);
+    on_line += __popc(__ballot_sync(~0u, b0 + lane < p.bs && !sized.is_short));
+    most_tiles = max(most_tiles, sized.is_short ? 0 : sized.tiles);
+    most_blocks = max(most_blocks, sized.is_short ? 0 : sized.blocks);
+    b0 += 32;
+    if (b0 >= p.bs) break;
+    sized = load_sized_request<TILE_KEYS>(p, b0 + lane);
   }
-  return Item{0, 0, 1, position};
+  total = __reduce_add_sync(~0u, total);
+  most_tiles = __reduce_max_sync(~0u, most_tiles);
+  const int items = on_line * __reduce_max_sync(~0u, most_blocks);
+  const int workers = max(1, min(p.workers, total));
+  const bool alike = items > 0 && items <= workers && total == (long long)items * most_tiles;
+  // Lines, tiles of each, and workers of each.
+  const int lines = alike ? items : 1, line_tiles = alike ? most_tiles : total, line_workers = quotient(workers, lines);
+  const int line = quotient(worker, line_workers), within = worker - line * line_workers;
+  Schedule s;
+  s.short_items = __reduce_add_sync(~0u, short_items);
+  s.share = (int)((unsigned)line_tiles / (unsigned)line_workers);
+  s.longer = line_tiles - s.share * line_workers;
+  s.stretch_start = line * line_tiles + within * s.share + min(within, s.longer);
+  s.stretch_end = s.stretch_start + (line < lines ? s.share + (within < s.longer) : 0);
+  s.last_of_item = alike ? (line + 1) * line_workers - 1 : -1;
+  return s;
 }
 
 // What a worker does of one item: its tiles first to last - 1.
 struct Piece {
   Item item;
   int first, last;
+  int after;  // the position, see Pieces, of the worker's next piece
   __device__ __forceinline__ bool whole() const { return first == 0 && last == item.tiles; }
+  // Of the item, on the line.
+  __device__ __forceinline__ int last_tile() const { return after + (item.tiles - last) - 1; }
 };
 
 // The pieces of one worker: its short items first, dealt out from the last worker backwards, because the line may leave the last workers
@@ -352,35 +334,83 @@ struct Piece {
 template <int TILE_KEYS>
 struct Pieces {
   const VerifyParams& p;
-  const int worker, short_items;
-  int next_short, tiles_left;
-  long long position;  // on the line
+  int position;  // of the next piece: a tile of the line; below 0, a short item, counted from their end
 
-  __device__ __forceinline__ Pieces(const VerifyParams& params, const Schedule& schedule, int w)
-      : p(params), worker(w), short_items(schedule.short_items), next_short(p.workers - 1 - w) {
-    const bool has_stretch = worker < schedule.workers() && schedule.group_tiles > 0;
-    position = has_stretch ? schedule.stretch_start(worker) : 0;
-    tiles_left = has_stretch ? (int)(schedule.stretch_start(worker + 1) - position) : 0;
+  // The first piece is looked for right here, in the requests of which the schedule was made: of the first 32 each lane brings its own.
+  __device__ __forceinline__ Pieces(const VerifyParams& params, const Schedule& schedule, int worker, const SizedRequest& sized)
+      : p(params), position(p.workers - 1 - worker - schedule.short_items) {
+    const bool of_short = position < 0;  // known before the stretch is
+    if (!of_short) position = schedule.stretch_start;
+    any = position < schedule.stretch_end;
+    look(schedule, sized, of_short);
   }
 
-  // False if there are no more.
-  __device__ __forceinline__ bool next(Piece& piece) const {
-    const bool is_short = next_short < short_items;
-    if (!is_short && tiles_left == 0) return false;
-    piece.item = find_item<TILE_KEYS>(p, is_short ? next_short : position, is_short);
-    piece.first = is_short ? 0 : (int)(position - piece.item.first);
-    piece.last = is_short ? piece.item.tiles : min(piece.item.tiles, piece.first + tiles_left);
+  // False if there is none.
+  __device__ __forceinline__ bool first(Piece& piece) {
+    if (!any) return false;
+    take(piece);
+    piece.item.request = Request{from_finder(found.item.request.q_start), from_finder(found.item.request.kv_start),
+                                 from_finder(found.item.request.q_len), from_finder(found.item.request.prefix)};
     return true;
   }
 
-  // The piece is done. The position is worked out anew: while a piece lasts, nobody keeps it.
-  __device__ __forceinline__ void finish(const Piece& piece, const Schedule& schedule) {
-    if (next_short < short_items) {
-      next_short += p.workers;
-    } else {
-      tiles_left -= piece.last - piece.first;
-      position = schedule.stretch_start(worker + 1) - tiles_left;
+  // False if there are no more. Nothing of the requests was kept while the last piece lasted, and the one that is found is loaded again:
+  // there may be no registers for what 32 lanes know of theirs.
+  __device__ __forceinline__ bool next(Piece& piece, const Schedule& schedule) {
+    if (position >= schedule.stretch_end) return false;
+    look(schedule, load_sized_request<TILE_KEYS>(p, threadIdx.x & 31), position < 0);
+    take(piece);
+    piece.item.request = load_request(p, piece.item.number);
+    return true;
+  }
+
+ private:
+  Piece found;  // by this lane: right in one of them
+  int finder;   // that one
+  bool any;
+
+  __device__ __forceinline__ int from_finder(int x) const { return __shfl_sync(~0u, x, finder); }
+
+  // Finds the item of the next piece, and what of it is in the piece: each lane as if it were of its request.
+  __device__ __forceinline__ void look(const Schedule& schedule, SizedRequest sized, bool of_short) {
+    const int lane = threadIdx.x & 31;
+    int unit = of_short ? position + schedule.short_items : position;  // counted from the 32 requests in question
+    for (int b0 = 0;;) {
+      const int units = sized.units(of_short);
+      int end = units;  // of this lane's request, once those of all below it are added
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        const int below = __shfl_up_sync(~0u, end, offset);
+        if (lane >= offset) end += below;
+      }
+      const int within = unit - (end - units), tiles = max(sized.tiles, 1);
+      // within may be larger than a float holds: this is the quotient, or next to it.
+      int row_block = (int)((float)within * reciprocal_approx((float)tiles)), rest = within - row_block * tiles;
+      if (rest >= tiles) row_block += 1, rest -= tiles;
+      if (rest < 0) row_block -= 1, rest += tiles;
+      const unsigned hit = __ballot_sync(~0u, within >= 0 && within < units);
+      finder = __ffs((int)(hit | 1u << 31)) - 1;
+      // Side by side: the compiler would leave what the vote does not need for afterwards.
+      keep_in_register(row_block), keep_in_register(rest), keep_in_register(finder);
+      found.item = Item{min(b0 + lane, p.bs - 1), sized.request, of_short ? within : row_block, tiles};
+      found.first = of_short ? 0 : rest;
+      found.last = of_short ? tiles : min(tiles, rest + (schedule.stretch_end - position));
+      found.after = position + (of_short ? p.workers : found.last - found.first);
+      if (of_short && found.after >= 0) found.after = schedule.stretch_start;
+      b0 += 32;
+      if (hit || b0 >= p.bs) return;  // it is always found
+      unit -= __shfl_sync(~0u, end, 31);
+      sized = load_sized_request<TILE_KEYS>(p, b0 + lane);
     }
+  }
+
+  // All lanes get what the one has found, but for the request.
+  __device__ __forceinline__ void take(Piece& piece) {
+    piece.item.number = from_finder(found.item.number);
+    piece.item.row_block = from_finder(found.item.row_block);
+    piece.item.tiles = from_finder(found.item.tiles);
+    piece.first = from_finder(found.first), piece.last = from_finder(found.last);
+    position = piece.after = from_finder(found.after);
   }
 };
 
@@ -392,18 +422,24 @@ __device__ __forceinline__ int cut_item_row(const VerifyParams& p, int item, int
   return p.bs * p.row_blocks <= p.workers ? item : worker;
 }
 
-// One thread: what combine must know of an item that this piece starts.
+// One thread of a block: the worker has started no item that is cut.
+__device__ __forceinline__ void announce_nothing(const VerifyParams& p, int worker) {
+  if (p.bs * p.row_blocks > p.workers) p.cut_items[worker] = make_int4(0, 0, -1, 0);
+}
+
+// One thread of a block: what combine must know of an item that this piece starts. Nothing in this kernel waits for it.
 __device__ __forceinline__ void announce(const VerifyParams& p, const Piece& piece, int worker, const Schedule& schedule) {
-  if (piece.first != 0) return;
   // The last item that a worker starts is the one that may be cut, so what is said last is what counts.
-  const int number = piece.item.request * p.row_blocks + piece.item.row_block;
-  const int last_worker = piece.whole() ? worker : schedule.owner(piece.item.first + piece.item.tiles - 1);
+  if (piece.first != 0) return announce_nothing(p, worker);
+  const int number = piece.item.number * p.row_blocks + piece.item.row_block;
+  const int last_worker = piece.whole() ? worker : schedule.last_worker(piece.last_tile());
   p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
 }
 
 // Where a row of the output goes.
 __device__ __forceinline__ unsigned short* output_row(const VerifyParams& p, long long q_start, int row) {
-  return (unsigned short*)(p.out + (q_start + row / p.heads) * p.out_token_stride + (row % p.heads) * p.out_head_stride);
+  const int token = quotient(row, p.heads);
+  return (unsigned short*)(p.out + (q_start + token) * p.out_token_stride + (row - token * p.heads) * p.out_head_stride);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- geometry of a block
@@ -422,10 +458,9 @@ struct Geometry {
   static constexpr int kOffsetProb = kStages * kTileBytes;                   // P: [row][key]
   static constexpr int kOffsetExchange = kOffsetProb + kRows * kProbStride;  // partial scores, see exchange_slot
   static constexpr int kOffsetRows =
-      kOffsetExchange + kQuarters * kRows * kTileKeys * 4;          // (what the last tile multiplied by, maximum so far)
-  static constexpr int kOffsetSum = kOffsetRows + kRows * 8;        // sum of each row, when the item is done
-  static constexpr int kOffsetToken = kOffsetSum + kRows * 4;       // draft token of each row
-  static constexpr int kOffsetSchedule = kOffsetToken + kRows * 4;  // in registers it would be in the way all the time
+      kOffsetExchange + kQuarters * kRows * kTileKeys * 4;        // (what the last tile multiplied by, maximum so far)
+  static constexpr int kOffsetSum = kOffsetRows + kRows * 8;      // sum of each row, when the item is done
+  static constexpr int kOffsetSchedule = kOffsetSum + kRows * 4;  // in registers it would be in the way all the time
   static constexpr int kSharedBytes = kOffsetSchedule + sizeof(Schedule);
   static constexpr int kOffsetQueries = kTileBytes;                      // before the first tile: the queries, over all but stage 0
   static constexpr int kPartialFloat4 = 8 * kDimTiles * ROW_TILES * 32;  // accumulators of one block
@@ -451,7 +486,6 @@ struct VerifyBlock {
   const int key_group, quarter;  // this warp's share of the score product
   float2* const s_rows;
   float* const s_sum;
-  int* const s_token;
 
   // The current item.
   Request request;
@@ -474,20 +508,16 @@ struct VerifyBlock {
         quarter(warp >> 1),
         s_rows((float2*)(memory + G::kOffsetRows)),
         s_sum((float*)(memory + G::kOffsetSum)),
-        s_token((int*)(memory + G::kOffsetToken)),
         r_slot(0) {}
 
   // The rows whose softmax this warp does: one of each row tile.
   __device__ __forceinline__ int finished_row(int i) const { return i * 8 + warp; }
 
-  // Ready for an item. A barrier must follow.
+  // Ready for an item. A barrier must follow, as attend_tile has it.
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) r_sum[i] = 0.f;
-    if (threadIdx.x < G::kRows) {
-      s_rows[threadIdx.x] = make_float2(1.f, kNothingSeen);
-      s_token[threadIdx.x] = (row_base + (int)threadIdx.x) / p.heads;
-    }
+    if (threadIdx.x < G::kRows) s_rows[threadIdx.x] = make_float2(1.f, kNothingSeen);
 #pragma unroll
     for (int i = 0; i < kDimTiles; i++)
 #pragma unroll
@@ -496,9 +526,8 @@ struct VerifyBlock {
 
   // Reads the slot of the key that this thread copies in a tile: one key for eight threads. Done a tile ahead of the copy, and turned into
   // an address only there, so that nothing waits for it.
-  __device__ __forceinline__ void load_slot(int tile) {
-    const int column = min(tile * kTileKeys + (int)(threadIdx.x >> 3), request.prefix - 1);
-    if (column >= 0) r_slot = load_small_index(p.kv_indices, (long long)request.kv_start + column, p.wide_indices & kWideKvIdx);
+  __device__ __forceinline__ void load_slot_of(int tile) {
+    r_slot = load_slot(p, request, tile * kTileKeys + (int)(threadIdx.x >> 3), r_slot);
   }
 
   // A copy of rows into shared memory that each thread takes part in with one 16-byte unit of each of nine lines.
@@ -513,7 +542,7 @@ struct VerifyBlock {
   __device__ __forceinline__ RowCopy plan_tile(int tile, int stage) const {
     const int key = threadIdx.x >> 3, unit = threadIdx.x & 7;
     const int column = tile * kTileKeys + key;
-    const unsigned char* source = p.kv_pool + (long long)r_slot * p.kv_slot_stride;
+    const unsigned char* source = p.kv_pool + (long long)(unsigned)r_slot * p.kv_slot_stride;
     if (column >= request.prefix) {
       const int draft = column < columns ? column - request.prefix : 0;
       source = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
@@ -528,9 +557,9 @@ struct VerifyBlock {
   __device__ __forceinline__ void copy_queries() const {
 #pragma unroll 1
     for (int row = threadIdx.x >> 3; row < G::kRows; row += kThreads / 8) {
-      const int unit = threadIdx.x & 7, existing = row_base + (row < rows ? row : 0);
+      const int unit = threadIdx.x & 7, existing = row_base + (row < rows ? row : 0), token = quotient(existing, p.heads);
       const unsigned char* source =
-          p.q + (long long)(request.q_start + existing / p.heads) * p.q_token_stride + existing % p.heads * p.q_head_stride;
+          p.q + (long long)(request.q_start + token) * p.q_token_stride + (existing - token * p.heads) * p.q_head_stride;
       const unsigned target = shared_address(shared + G::kOffsetQueries) + tile_offset(row, unit);
       const RowCopy copy{source + unit * 16, target, row < rows ? 16 : 0};
 #pragma unroll
@@ -561,16 +590,28 @@ struct VerifyBlock {
   // Bit i: this lane's key of a tile is visible to row i of this warp. Only tiles that reach beyond the prefix need a look at the mask.
   __device__ __forceinline__ unsigned visible_rows(int tile) const {
     if ((tile + 1) * kTileKeys <= request.prefix) return ~0u;
-    const int column = tile * kTileKeys + lane;
+    const int column = tile * kTileKeys + lane, draft = column - request.prefix;
+    int first_row = row_base;
+    keep_in_register(first_row);  // the tokens are worked out here, not kept all the time
+    int token[G::kWarpRows];
+    bool sees_draft[G::kWarpRows];
+#pragma unroll
+    for (int i = 0; i < G::kWarpRows; i++) token[i] = quotient(first_row + min(finished_row(i), rows - 1), p.heads);
+    if (p.custom_mask) {
+      // All bytes are on their way before one is looked at: a column or row that does not exist reads the last one's.
+      const unsigned char* const mask = p.custom_mask + mask_base + min(max(column, request.prefix), columns - 1);
+      unsigned char byte[G::kWarpRows];
+#pragma unroll
+      for (int i = 0; i < G::kWarpRows; i++) byte[i] = mask[(long long)token[i] * columns];
+#pragma unroll
+      for (int i = 0; i < G::kWarpRows; i++) sees_draft[i] = byte[i] != 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < G::kWarpRows; i++) sees_draft[i] = draft <= token[i];
+    }
     unsigned bits = 0;
 #pragma unroll
-    for (int i = 0; i < G::kWarpRows; i++) {
-      const int row = finished_row(i), token = s_token[row];
-      bool visible = column < columns && row < rows;
-      if (visible && column >= request.prefix)
-        visible = p.custom_mask ? p.custom_mask[mask_base + (long long)token * columns + column] != 0 : column - request.prefix <= token;
-      bits |= (unsigned)visible << i;
-    }
+    for (int i = 0; i < G::kWarpRows; i++) bits |= (unsigned)(column < columns & finished_row(i) < rows & (draft < 0 | sees_draft[i])) << i;
     return bits;
   }
 
@@ -717,13 +758,14 @@ struct VerifyBlock {
     const unsigned tile_address = shared_address(shared + stage * kTileBytes);
     const unsigned visible = visible_rows(tile);  // read while the tile is still on its way
     cp_async_wait<0>();
-    __syncthreads();  // the tile is complete, and nobody reads the other stage, P or the exchange area any more
+    // The tile is complete, and nobody reads the other stage, P or the exchange area any more: neither tiles nor the queries.
+    __syncthreads();
     const bool has_next = tile + 1 < last;
     {
       float r_part[ROW_TILES][4];
       score_product(tile_address, plan_tile(tile + 1, stage ^ 1), has_next, r_part);
       cp_async_commit();
-      load_slot(tile + 2);
+      load_slot_of(tile + 2);
       send_scores(r_part);
     }
     unsigned r_value[kDimTiles][4];
@@ -735,25 +777,26 @@ struct VerifyBlock {
     value_product(tile_address, r_value);
   }
 
-  // Tiles [first, last) of an item, into the accumulators.
-  __device__ __forceinline__ void attend(const Item& item, int first, int last) {
-    request = load_request(p, item.request);
+  // Tiles [first, last) of an item, into the accumulators. meanwhile() is called while the first copies are on their way.
+  template <class Meanwhile>
+  __device__ __forceinline__ void attend(const Item& item, int first, int last, Meanwhile meanwhile) {
+    request = item.request;
     columns = request.columns();
     row_base = item.row_block * p.rows_per_block;
     rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
-    load_slot(first);
-    mask_base = p.custom_mask ? load_index(p.mask_indptr, item.request, p.wide_indices & kWideMask) : 0;
+    load_slot_of(first);
+    mask_base = p.custom_mask ? load_index(p.mask_indptr, item.number, p.wide_indices & kWideMask) : 0;
     copy_queries();
     const RowCopy copy = plan_tile(first, 0);
 #pragma unroll
     for (int line = 0; line < kLines; line++) copy.start_line(line);
     cp_async_commit();
-    load_slot(first + 1);
+    load_slot_of(first + 1);
+    meanwhile();
     cp_async_wait<0>();
     __syncthreads();  // the queries are complete, and nobody reads what the last item left
     load_queries();
     clear();
-    __syncthreads();  // and in registers: stage 1, P and the exchange area are free
     for (int tile = first; tile < last; tile++) attend_tile(tile, last, (tile - first) & 1);
   }
 
@@ -805,25 +848,29 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_DYNAMIC_SHARED(shared);
   const int worker = blockIdx.x;
-  VerifyBlock<Element, ROW_TILES> block(p, shared);
-
-  const Schedule schedule = make_schedule<kTileKeys>(p);
+  const SizedRequest sized = load_sized_request<kTileKeys>(p, threadIdx.x & 31);
+  const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
+  Pieces<kTileKeys> pieces(p, schedule, worker, sized);
+  Piece piece;
+  if (!pieces.first(piece)) {
+    if (threadIdx.x == 0) announce_nothing(p, worker);
+    return;
+  }
   Schedule* const s_schedule = (Schedule*)(shared + G::kOffsetSchedule);
   if (threadIdx.x == 0) *s_schedule = schedule;
-  const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
-  if (rows_by_worker && threadIdx.x == 0) p.cut_items[worker] = make_int4(0, 0, -1, 0);
 
-  Pieces<kTileKeys> pieces(p, schedule, worker);
-  for (Piece piece; pieces.next(piece); pieces.finish(piece, *s_schedule)) {
-    if (threadIdx.x == 0) announce(p, piece, worker, *s_schedule);
-    block.attend(piece.item, piece.first, piece.last);
+  VerifyBlock<Element, ROW_TILES> block(p, shared);
+  do {
+    block.attend(piece.item, piece.first, piece.last, [&] {
+      if (threadIdx.x == 0) announce(p, piece, worker, *s_schedule);
+    });
     block.publish_rows();
     if (piece.whole()) {
       block.write_output();
     } else {
       block.write_partial(partial_slot(worker, piece.first == 0));
     }
-  }
+  } while (pieces.next(piece, *s_schedule));
 }
 
 // ------------------------------------------------------------------------------------------------------------------------------ combine

@@ -134,9 +134,9 @@ def test_a_nan_stays_one(program: Program, element: str) -> None:
 def test_collectives(program: Program, rng: np.random.Generator, odd_one: int) -> None:
     x = rng.integers(100, 1000, 96).astype(np.int32)
     x[70] = odd_one or x[70]
-    for outcome in program.launch("collectives", x, 96 * 48, block=96, seeds=5):
+    for outcome in program.launch("collectives", x, 96 * 56, block=96, seeds=5):
         assert not outcome.error
-        out = outcome.words().reshape(3, 32, 12)
+        out = outcome.words().reshape(3, 32, 14)
         for warp, own in enumerate(x.reshape(3, 32)):
             lane = np.arange(32)
             odd = own & 1
@@ -156,7 +156,7 @@ def test_collectives(program: Program, rng: np.random.Generator, odd_one: int) -
                 (own != 77).all(),
                 (x == 99).any(),
             ]
-            expected += [lowest, odd.sum()]
+            expected += [lowest, odd.sum(), (own - 500).sum(), (own - 1000).max()]
             for i, column in enumerate(expected):
                 np.testing.assert_array_equal(out[warp, :, i], column, err_msg=f"result {i} of warp {warp}")
 
@@ -269,6 +269,8 @@ OUTSIDE = "outside the block's 1024 bytes of shared memory"
         ((6, 0, 0xFFFF), "__shfl_sync at line {}: mask 0000ffff, width 32: only the whole warp"),
         ((7, 0, 1), "__ballot_sync at line {}: mask 00000001: only the whole warp"),
         ((8, 0, 3), "__syncwarp at line {}: mask 00000003: only the whole warp"),
+        ((13, 0, 7), "__reduce_add_sync at line {}: mask 00000007: only the whole warp"),
+        ((14, 0, 7), "__reduce_max_sync at line {}: mask 00000007: only the whole warp"),
         ((9, 16, 64), "there is no barrier 16"),
         ((9, 1, 48), "barrier 1 for 48 threads: not a multiple of a warp"),
         ((9, 1, 96), "barrier 1 for 96 threads: the block has 64"),

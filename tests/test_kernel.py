@@ -230,6 +230,18 @@ def test_cut_covers_all_rows_once(config, q_len, heads) -> None:
     assert (cut.row_blocks - 1) * cut.rows_per_block < rows <= cut.row_blocks * cut.rows_per_block
 
 
+@pytest.mark.parametrize("config", tiles.CONFIGS.values(), ids=tiles.CONFIGS)
+def test_no_lengths_have_more_tiles_than_the_bound(config) -> None:
+    rnd = random.Random(4)
+    for _ in range(200):
+        bs, q_len, heads = rnd.randint(1, 40), rnd.randint(1, 256), rnd.randint(1, 128)
+        prefixes = [rnd.choice([0, 1, rnd.randint(0, 5000)]) for _ in range(bs)]
+        row_blocks = config.cut_rows(q_len, heads).row_blocks
+        exact = sum(-(-(prefix + q_len) // config.tile_keys) for prefix in prefixes) * row_blocks
+        bound = config.most_tiles(bs, q_len, heads, sum(prefixes))
+        assert exact <= bound < exact + bs * row_blocks
+
+
 @pytest.mark.parametrize(
     "capability, config, target",
     [((12, 0), "portable", "sm_120"), ((9, 0), "portable", "sm_90"), ((9, 0), "hopper", "sm_90a")],

@@ -44,14 +44,20 @@ MUTANTS = [
     Mutant(
         "mask_stride",
         "row stride of the mask is the prefix, not prefix + q_len",
-        "(long long)token * columns + column",
-        "(long long)token * request.prefix + column",
+        "(long long)token[i] * columns",
+        "(long long)token[i] * request.prefix",
     ),
     Mutant(
         "mask_start",
         "every request reads the first request's mask",
-        "load_index(p.mask_indptr, item.request,",
+        "load_index(p.mask_indptr, item.number,",
         "load_index(p.mask_indptr, 0,",
+    ),
+    Mutant(
+        "masked_prefix",
+        "prefix columns are judged by the mask of the first draft column",
+        "(draft < 0 | sees_draft[i])",
+        "sees_draft[i]",
     ),
     Mutant(
         "column_base",
@@ -68,26 +74,20 @@ MUTANTS = [
     Mutant(
         "query_start",
         "every request reads the first request's queries",
-        "p.q + (long long)(request.q_start + existing / p.heads)",
-        "p.q + (long long)(0 + existing / p.heads)",
+        "p.q + (long long)(request.q_start + token)",
+        "p.q + (long long)(0 + token)",
     ),
     Mutant(
         "missing_tile_barrier",
         "a tile is read before all threads' copies have landed",
-        "__syncthreads();  // the tile is complete",
-        "// the tile is complete",
+        "neither tiles nor the queries.\n    __syncthreads();",
+        "",
     ),
     Mutant(
         "missing_item_barrier",
         "an item begins before the last one has been written",
         "__syncthreads();  // the queries are complete",
         "// the queries are complete",
-    ),
-    Mutant(
-        "missing_query_barrier",
-        "the exchange area is used before all queries are in registers",
-        "__syncthreads();  // and in registers",
-        "// and in registers",
     ),
     Mutant(
         "missing_exchange_barrier",
@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "missing_wait",
         "the copy of a tile is not waited for",
-        "    cp_async_wait<0>();\n    __syncthreads();  // the tile is complete",
-        "    cp_async_wait<1>();\n    __syncthreads();  // the tile is complete",
+        "    cp_async_wait<0>();\n    // The tile is complete",
+        "    cp_async_wait<1>();\n    // The tile is complete",
     ),
     Mutant(
         "out_of_bounds_stage",
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "padding_moves_the_cuts",
         "requests of padding take part in the line",
-        "size.is_short = r.prefix < TILE_KEYS;",
-        "size.is_short = false;",
+        "sized.is_short = rows > 0 && sized.request.prefix < TILE_KEYS;",
+        "sized.is_short = false;",
     ),
     Mutant(
         "maximum_starts_at_zero",
@@ -182,32 +182,50 @@ MUTANTS = [
     Mutant(
         "first_32_requests",
         "requests beyond the first 32 are looked up among them",
-        "before += __shfl_sync(~0u, sum, 31);",
-        "before += 0;",
+        "unit -= __shfl_sync(~0u, end, 31);",
+        "",
+    ),
+    Mutant(
+        "end_of_line",
+        "every item that has a line of its own ends with the first line's workers",
+        "alike ? (line + 1) * line_workers - 1",
+        "alike ? line_workers - 1",
     ),
     Mutant(
         "stale_cut",
         "a worker that starts no item leaves what it said at the last call",
-        "if (rows_by_worker && threadIdx.x == 0) p.cut_items[worker] = make_int4(0, 0, -1, 0);",
+        "if (piece.first != 0) return announce_nothing(p, worker);",
+        "if (piece.first != 0) return;",
+    ),
+    Mutant(
+        "stale_cut_of_nobody",
+        "a worker without a piece leaves what it said at the last call",
+        "if (threadIdx.x == 0) announce_nothing(p, worker);",
         "",
     ),
     Mutant(
         "slot_offset_width",
         "slot times stride in 32 bits",
-        "p.kv_pool + (long long)r_slot * p.kv_slot_stride;",
+        "p.kv_pool + (long long)(unsigned)r_slot * p.kv_slot_stride;",
         "p.kv_pool + (int)(r_slot * (int)p.kv_slot_stride);",
     ),
     Mutant("index_width", "kv_indices are read as 32-bit", "p.wide_indices & kWideKvIdx", "false"),
     Mutant(
         "causal_chain",
         "without a mask a draft does not see itself",
-        "column - request.prefix <= token",
-        "column - request.prefix < token",
+        "draft <= token[i]",
+        "draft < token[i]",
     ),
 ]
 
 
 HOPPER_MUTANTS = [
+    Mutant(
+        "stale_cut_of_nobody",
+        "a worker without a piece leaves what it said at the last call",
+        "if (!more && thread == 0) announce_nothing(p, blockIdx.x);",
+        "",
+    ),
     Mutant(
         "missing_tile_wait",
         "scores are made of a tile that has not landed",

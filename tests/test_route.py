@@ -20,6 +20,7 @@ from kdtree_patch import contract, log
 from kdtree_patch.ledger import FATAL_STATUS, Ledger
 from kdtree_patch.route import VerifyRouter, decide, longest_prefix, switched_on
 from kdtree_patch.settings import Settings
+from kdtree_patch.tiles import MAX_TILES
 from tests.fakes import SIGNATURES, FakeKernel, Stock, a_batch, a_case, a_layer, arguments
 from tests.support.cases import reference
 from tests.support.reference import rel
@@ -209,6 +210,7 @@ DECLINED: list[tuple[str, dict[str, Any]]] = [
     ("layout", dict(custom_mask=CASE.custom_mask.view(1, -1))),
     ("layout", dict(custom_mask=CASE.custom_mask.repeat_interleave(2)[::2])),
     ("layout", dict(kv_indices=CASE.kv_indices.repeat_interleave(2)[::2])),
+    ("too_many_tiles", dict(kv_indices=torch.empty(2**35, dtype=torch.int32, device="meta"))),
     ("device", dict(kv_indices=CASE.kv_indices.to("meta"))),
     ("device", {name: ARGUMENTS[name].to("meta") for name in ("q_extend", "k_extend", "o_extend")}),
     ("unexpected_arguments", dict(kv_indices=[1, 2, 3])),
@@ -246,6 +248,16 @@ def test_what_is_served_has_nothing_against_it() -> None:
 
 def test_every_reason_of_the_contract_has_a_test() -> None:
     assert {row.reason for row in contract.switches()} <= {reason for reason, _ in DECLINED}
+
+
+@pytest.mark.parametrize(("fewer", "reason"), [(0, "too_many_tiles"), (1, "device")])
+def test_tiles_are_counted_in_32_bits(fewer: int, reason: str) -> None:
+    """The smallest room for indices that is too much, in the configuration that has the smaller tiles and row blocks:
+    24 rows are one row block, and each of two requests may have a tile that is not full.
+    """
+    indices = 32 * MAX_TILES - 2 * (3 + 31) - fewer
+    changed = dict(kv_indices=torch.empty(indices, dtype=torch.int32, device="meta"))
+    assert why_not({**ARGUMENTS, **changed}) == reason
 
 
 def test_another_device_than_the_kernels() -> None:

@@ -284,16 +284,29 @@ Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, int width = 3
   return host::shuffle({"__shfl_down_sync", line}, mask, value, host::current->lane + static_cast<int>(delta), width);
 }
 
-inline int __reduce_max_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
-  host::Block& block = *host::current->block;
-  const host::Site site{"__reduce_max_sync", line};
-  if (mask != host::kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
-  host::Warp& warp = *host::current->warp;
-  block.meet(site, value, [&warp](const host::Operands<int>& lanes) {
+namespace host {
+
+// One number made of all lanes', for all of them.
+template <class Combine>
+int reduce(Site site, unsigned mask, int value, Combine combine) {
+  Block& block = *current->block;
+  if (mask != kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
+  Warp& warp = *current->warp;
+  block.meet(site, value, [&warp, combine](const Operands<int>& lanes) {
     warp.result = lanes[0];
-    for (int lane = 1; lane < host::kLanes; ++lane) warp.result = lanes[lane] > warp.result ? lanes[lane] : warp.result;
+    for (int lane = 1; lane < kLanes; ++lane) warp.result = combine(warp.result, lanes[lane]);
   });
   return warp.result;
+}
+
+}  // namespace host
+
+inline int __reduce_max_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
+  return host::reduce({"__reduce_max_sync", line}, mask, value, [](int a, int b) { return a > b ? a : b; });
+}
+// Overflow is the sanitizer's to find: CUDA's sum wraps, the kernel's must not.
+inline int __reduce_add_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
+  return host::reduce({"__reduce_add_sync", line}, mask, value, [](int a, int b) { return a + b; });
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {
@@ -313,6 +326,9 @@ inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.f : y;
 }
+
+// rcp.approx.ftz may be a unit in the last place off; this one is not.
+inline float reciprocal_approx(float x) { return 1.f / x; }
 
 template <class Element>
 unsigned short to_bits(float x) {

@@ -72,7 +72,7 @@ extern "C" __global__ void convert_fp16(const VerifyParams p) { convert<Fp16>(p)
 // In: an int a thread. Out: what each collective makes of it.
 extern "C" __global__ void collectives(const VerifyParams p) {
   const int lane = threadIdx.x & 31, x = ((const int*)p.in)[threadIdx.x];
-  int* out = (int*)p.out + threadIdx.x * 12;
+  int* out = (int*)p.out + threadIdx.x * 14;
   out[0] = __shfl_sync(~0u, x, lane * 7);
   out[1] = __shfl_xor_sync(~0u, x, 5);
   out[2] = __shfl_up_sync(~0u, x, 3);
@@ -86,6 +86,8 @@ extern "C" __global__ void collectives(const VerifyParams p) {
   out[9] = __syncthreads_or(x == 99 ? 4 : 0) != 0;
   out[10] = __ffs((int)votes);
   out[11] = __popc(votes);
+  out[12] = __reduce_add_sync(~0u, x - 500);
+  out[13] = __reduce_max_sync(~0u, x - 1000);
 }
 
 // -- who must wait for whom
@@ -295,6 +297,12 @@ extern "C" __global__ void bad_argument(const VerifyParams p) {
       break;
     case 12:
       *(float4*)(shared + p.arguments[1]) = make_float4(0.f, 0.f, 0.f, 0.f);
+      break;
+    case 13:
+      __reduce_add_sync((unsigned)p.arguments[2], 1);
+      break;
+    case 14:
+      __reduce_max_sync((unsigned)p.arguments[2], 1);
       break;
   }
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,9 +17,19 @@ from tests.support.cases import LIMIT, Case, host_kernel, in_high_slots, make_ca
 from tests.support.reference import rel
 
 
+def with_drafts(case: Case, requests: int) -> Case:
+    """A case of one draft token a request that only its first requests have."""
+    offsets = case.qo_indptr.clamp(max=requests)
+    return replace(
+        case, qo_indptr=offsets, q=case.q[:requests], k_extend=case.k_extend[:requests], out=case.out[:requests]
+    )
+
+
 def batches(seed: int) -> Iterator[tuple[str, Case]]:
     """Small batches that between them use every part of the kernel, and a name for each."""
     for name, case in (
+        # First, while all of the workspace says that there are cuts.
+        ("workers without a piece", with_drafts(make_case([130] * 40, 1, 1, mask="none", seed=seed), 1)),
         ("reference", make_case([21], 9, 8, seed=seed, slack=20)),
         ("mixed", make_case([70, 0, 40], 5, 8, seed=seed, slack=20)),
         ("a row that sees nothing", make_case([0, 66], 9, 2, mask="zero_row", seed=seed, slack=20)),
