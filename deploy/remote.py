@@ -31,6 +31,10 @@ class ConnectionLost(Exception):
     """The connection is not there, or is not there any more; what was asked may or may not have happened."""
 
 
+class Unreachable(ConnectionLost):
+    """There was no connection to begin with: what was asked has not happened."""
+
+
 class RemoteError(Exception):
     """The host answered, and not as it should; the message has its words."""
 
@@ -56,7 +60,7 @@ class Remote:
             connect_all(self._state)
         except (PyinfraError, SSHException, OSError, EOFError) as error:
             self._state = None
-            raise ConnectionLost(f"ssh to {self.host}: {_last_error() or error}") from error
+            raise Unreachable(f"ssh to {self.host}: {_last_error() or error}") from error
 
     def run(self, command: str, stdin: str | None = None, timeout: int = _LIMIT) -> tuple[bool, str, str]:
         """Whether a command succeeded, its standard output and its standard error. `command` goes through a shell: it
