@@ -8,6 +8,7 @@ files or to PYTHONPATH.
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 from collections.abc import Mapping
@@ -138,5 +139,8 @@ def _flag(name: str, text: str) -> bool:
 
 def operator() -> str:
     """Who is at work, for the record on the host."""
-    user = os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no variable says it, and the user database does not know the number
+        user = str(os.getuid())
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", f"{user}@{os.uname().nodename}")

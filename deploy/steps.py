@@ -280,14 +280,16 @@ def logs(options: Options) -> None:
         answer = Remote(host).ask("logs", {"unit": options.unit})
         for line in answer["lines"]:
             say(line)
+        if not answer["lines"] and not answer["findings"]:
+            say(f"    {options.unit} has logged no [kdtree] line since it was started: see `make status`")
         return list(answer["findings"])
 
     every_host(options, tell)
 
 
 def every_host(options: Options, tell: Callable[[Host], list[str]]) -> None:
-    """Asks each host, whatever the others say. Raises Stop with the findings of all."""
-    findings: list[str] = []
+    """Asks each host, whatever the others say. Raises Stop where anything was found."""
+    bad: list[Host] = []
     for host in options.hosts:
         try:
             found = tell(host)
@@ -295,9 +297,9 @@ def every_host(options: Options, tell: Callable[[Host], list[str]]) -> None:
             found = [str(error)]
         for text in found:
             say(f"    FINDING: {text}")
-        findings += [f"{host}: {text}" for text in found]
-    if findings:
-        raise Stop("; ".join(findings))
+        bad += [host] if found else []
+    if bad:
+        raise Stop(f"see what was found on {', '.join(map(str, bad))}")
 
 
 ACTIONS: dict[str, Callable[[Options], int]] = {

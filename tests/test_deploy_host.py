@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -187,6 +188,21 @@ def test_release_in_a_drop_in_is_in_use_whatever_the_records_say(place: Place, t
     drop_in.write_text(drop_in_text(place.releases / "1-a", "", "on", 0))
     release.remove_everything(place)
     assert release.manifests(place) and "1-a" in release.in_use(place)
+
+
+def test_prefix_that_is_a_mount_or_a_folder_of_the_system_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.prefix / "releases").mkdir(parents=True)
+    gone: list[str] = []
+
+    def rmdir(path: Path) -> None:
+        gone.append(path.name)
+        raise OSError(errno.EBUSY, "it is a mount")
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    release._remove_empty(place.releases)
+    for path in ("/opt", "/srv", "/mnt"):
+        release._remove_empty(Path(path))
+    assert gone == ["releases"]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -307,5 +308,8 @@ def is_used(place: Place) -> bool:
 
 
 def _remove_empty(folder: Path) -> None:
-    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-        folder.rmdir()
+    """But not /opt or the like, which was there before us, nor a file system of its own."""
+    at_top = folder.parent.parent == folder.parent
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()) and not at_top:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -77,8 +77,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
         return
     journal = journal_of(unit, state.invocation, state.main_pid)
     installed = {line.pid for line in journal.ours("installed ")}
-    facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
-    facts.append(["calls", counters(journal) or "no counts yet"])
+    if name or installed:  # which is all there is to say of a stock service
+        facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
+        facts.append(["calls", counters(journal) or "no counts yet"])
     for line in [*journal.ours("declined "), *journal.ours("disabled "), *journal.ours("ERROR ")][:10]:
         facts.append(["says", line.text])
 
