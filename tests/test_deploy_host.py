@@ -395,6 +395,22 @@ def test_wheels_are_those_of_the_services_interpreter() -> None:
         bundle.pip_words({**key, "libc": ["", ""]})
 
 
+def test_wheels_that_cannot_be_fetched_are_one_line_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(bundle.BundleError) as caught:
+        bundle.wheels(bundle.wheel_key(PROBE))
+    text = str(caught.value)
+    assert (
+        text.startswith("pip on this machine could not fetch wrapt>=")
+        and "numpy==1.26.4 for the service: ERROR" in text
+    )
+    assert text.endswith("the service has not been touched") and "\n" not in text
+    assert list((tmp_path / "wheels").iterdir()) == []
+
+
 def test_release_of_a_dirty_checkout_has_a_name_of_its_own() -> None:
     source = bundle.Source(("a",), "0123456789abcdef", "fedcba9876543210", ())
     assert source.release.endswith("-0123456789ab")

@@ -31,6 +31,7 @@ class StandIn:
     """A unit whose files are real, and which systemd has read whenever `refresh` was called."""
 
     name = NAME
+    exists = True
     argv = ["/bin/sh", "/opt/start.sh"]
     is_literal = False
     user = pwd.struct_passwd(("nobody", "x", 65534, 65534, "", "/", "/bin/false"))
@@ -287,13 +288,16 @@ def test_first_deployment_that_fails_leaves_what_others_have_and_says_so(
     assert f"{fresh.releases / NEW} stays, for another try; `make undeploy` removes it" in capsys.readouterr().out
 
 
-def test_archive_on_its_way_for_another_unit_is_left_to_it(fresh: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_on_its_way_for_another_unit_is_left_to_it(
+    fresh: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = fresh.prefix / "incoming" / f"{OLD}-0badcafe.tar"
     theirs.touch()
     failing(fresh, monkeypatch, "doctor")
-    assert theirs.exists()
+    assert theirs.exists() and release.left_over(fresh) == [str(theirs)]
     begun(fresh, "undeploy").run()
     assert not fresh.prefix.exists()
+    assert f"removed what was left over: {theirs}" in capsys.readouterr().out
 
 
 def test_way_back_that_fails_keeps_everything_that_it_needs(fresh: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +400,19 @@ def test_folder_below_prefix_that_somebody_else_could_change(below: str) -> None
         if folder.parent != top:
             folder.parent.rmdir()
         top.rmdir()
+
+
+def test_unit_that_is_gone_is_refused_and_undeploy_takes_the_rest_of_it_away(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StandIn, "exists", False)
+    monkeypatch.setattr(StandIn, "argv", property(lambda self: [][0]))
+    for action in ("deploy", "rollback"):
+        with pytest.raises(Refused, match=f"there is no unit {NAME} here"):
+            begun(place, action)
+    begun(place, "undeploy").run()
+    assert not place.prefix.exists() and not StandIn(NAME).drop_in.parent.exists()
+    assert "cannot be restarted, and keeps what it has loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["deploy", "rollback"])

@@ -265,13 +265,13 @@ def prune(place: Place) -> list[str]:
     for path in [*gone, *filter(_is_half, _inside(place.releases))]:
         if path.name not in used:
             remove(path)
-    for path in archives(place):
+    for path in _archives(place):
         if path.stat().st_mtime < time.time() - _STALE_SECONDS:
             path.unlink(missing_ok=True)
     return [path.name for path in gone]
 
 
-def archives(place: Place) -> list[Path]:
+def _archives(place: Place) -> list[Path]:
     return [path for path in _inside(place.prefix / "incoming") if re.fullmatch(_ARCHIVE, path.name)]
 
 
@@ -287,7 +287,7 @@ def remove_everything(place: Place, keep_archives: bool = False) -> None:
     if is_used(place):
         return
     ours = [folder for folder in _inside(place.releases) if is_ours(folder) or _is_half(folder)]
-    sent = archives(place)
+    sent = _archives(place)
     if not (had_records or ours or sent or (place.prefix / "incoming").is_dir() and not foreign(place)):
         return
     target = current(place)
@@ -305,6 +305,13 @@ def is_used(place: Place) -> bool:
     """Whether a unit has a deployment here, or a change that is under way."""
     records = [folder for folder in _inside(place.units) if {path.name for path in _inside(folder)} & _RECORDS]
     return bool(records or _in_drop_ins(place))
+
+
+def left_over(place: Place) -> list[str]:
+    """What lies here although no unit uses anything: of deployments that were cut off while they were sent."""
+    if is_used(place):
+        return []
+    return [str(path) for path in (*filter(is_ours, _inside(place.releases)), *_archives(place))]
 
 
 def _remove_empty(folder: Path) -> None:

@@ -33,7 +33,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
         facts += [["under way", str(transaction)], ["says", transaction.line]]
     unit = Unit(order["unit"])
     if not unit.exists:
-        raise Refused(f"there is no unit {unit.name} here")
+        left = Look(unit, Path(order["prefix"]))
+        rest = "; what it had of ours still is: `make undeploy` removes it" if left.drop_in or left.state else ""
+        raise Refused(f"there is no unit {unit.name} here{rest}")
     seen = Look(unit, Path(order["prefix"]))
     # One that has begun since the first look is as good as one that has ended since.
     pending = seen.pending
@@ -90,11 +92,8 @@ def _about(name: str | None, drop_in: str | None) -> str:
 
 def _left_over(seen: Look) -> list[list[str]]:
     """What lies under PREFIX although no unit runs it: of a deployment that was cut off while it was sent."""
-    place = seen.place
-    what = [*release.manifests(place), *(path.name for path in release.archives(place))]
-    if not what or release.is_used(place):
-        return []
-    return [["left over", f"{', '.join(what)} in {place.prefix}, used by no unit: `make undeploy` removes that"]]
+    what = ", ".join(release.left_over(seen.place))
+    return [["left over", f"{what}, which no unit uses: `make undeploy` removes it"]] if what else []
 
 
 def journal_of(unit: Unit, invocation: str, pid: int) -> Journal:

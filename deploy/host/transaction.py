@@ -43,6 +43,9 @@ class Transaction:
         self.prefix = Path(order["prefix"])
         self.timeout = float(order["timeout"])
         self.seen = Look(Unit(order["unit"]), self.prefix)
+        missing = None if self.unit.exists else Refused(f"there is no unit {self.unit.name} here")
+        if missing and order["action"] != "undeploy":  # which takes away what was left of one
+            raise missing
         if self.seen.reads_stale and self.seen.pending is None:
             raise Refused(
                 f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
@@ -65,7 +68,7 @@ class Transaction:
         # Now, because it may be the running service that tells, which a failed start leaves us without.
         self._command: Command | Refused
         try:
-            self._command = self.seen.command()
+            self._command = missing or self.seen.command()
         except Refused as refused:
             self._command = refused
 
@@ -119,14 +122,21 @@ class Transaction:
     def undeploy(self) -> None:
         self.recover()
         if self.seen.drop_in is None and not self.must_restart and not self.seen.runs_ours():
+            left_over = release.left_over(self.seen.place)
             release.remove_everything(self.seen.place)
-            self.say(f"{self.unit.name} has nothing of ours: nothing to do")
+            self.say(
+                f"{self.unit.name} has nothing of ours; removed what was left over: {', '.join(left_over)}"
+                if left_over
+                else f"{self.unit.name} has nothing of ours: nothing to do"
+            )
             return
         self.step("switch")
         carry_on()  # the service without us is where undeploy leads to, and where a way back would lead to
         before = self.begin()
         self.put_drop_in(None)
-        if before["active"] and isinstance(self._command, Refused):
+        if before["active"] and not self.unit.exists:
+            self.say(f"{self._command}: what runs under this name cannot be restarted, and keeps what it has loaded")
+        elif before["active"] and isinstance(self._command, Refused):
             self.say(f"restarting {self.unit.name}: stock; whether it is healthy cannot be told ({self._command})")
             systemd.restart(self.unit.name)
         elif before["active"]:
