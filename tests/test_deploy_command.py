@@ -135,6 +135,12 @@ def test_what_only_the_running_process_can_tell(argv: list[str]) -> None:
         through(*argv)
 
 
+def test_key_beside_a_variable_is_not_repeated() -> None:
+    with pytest.raises(Opaque, match="has \\$SUFFIX in it") as caught:
+        through("/bin/bash", "-c", f"exec {PYTHON} -m x --api-key=sk-secret$SUFFIX")
+    assert "sk-secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

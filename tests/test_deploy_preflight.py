@@ -222,7 +222,7 @@ def test_specifiers_in_python_path(
 def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
     monkeypatch: pytest.MonkeyPatch, units: Path
 ) -> None:
-    with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without"):
+    with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without that specifier"):
         look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123")
     with pytest.raises(Refused, match="is '/srv/%b': write it without that specifier"):
         look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before")

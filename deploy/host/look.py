@@ -102,7 +102,7 @@ class Look:
             if everything.get(name) != unit.environment.get(name):
                 raise Refused(
                     f"{name} in the files of {unit.name} reads {everything.get(name)!r}, but systemd has "
-                    f"{unit.environment.get(name)!r}: write it without quotes or specifiers that are out of the common"
+                    f"{unit.environment.get(name)!r}: write it without that specifier or quoting"
                 )
         # Under our drop-in, systemd does not tell what a specifier that we do not know has come to.
         deployed = environment_of([self.drop_in or ""]).get("PYTHONPATH", "").partition(":")[2]
