@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 from pathlib import Path
 from typing import Any
@@ -303,14 +304,22 @@ def test_configuration_that_no_gpu_here_has(
 
 # ---------------------------------------------------------------------------------------------- transactions under way
 
-UNDER_WAY = """Id=kdtree-deploy-00.service
+UNDER_WAY = f"""Id=kdtree-deploy-00.service
 Description=deploy of x.service by me@there: 1-a, mode on
 ActiveState=active
+MainPID=1
 ExecMainStartTimestampMonotonic=1000000
 
 Id=kdtree-deploy-01.service
 Description=undeploy of y.service by me@there
 ActiveState=failed
+MainPID=0
+ExecMainStartTimestampMonotonic=1000000
+
+Id=kdtree-deploy-02.service
+Description=undeploy of y.service by the one who asks
+ActiveState=active
+MainPID={os.getpid()}
 ExecMainStartTimestampMonotonic=1000000
 """
 

@@ -273,12 +273,14 @@ class UnderWay:
 
 
 def transactions() -> list[UnderWay]:
-    """What is being done on this host, by whomever."""
-    properties = "--property=Id,Description,ActiveState,ExecMainStartTimestampMonotonic"
+    """What is being done on this host, by whomever but the process that asks."""
+    properties = "--property=Id,Description,ActiveState,MainPID,ExecMainStartTimestampMonotonic"
     found = []
     for block in run("systemctl", "show", properties, f"{TRANSACTION}*", check=False).split("\n\n"):
         values = as_mapping(block.splitlines())
         if values.get("ActiveState") not in ("active", "activating", "deactivating"):
+            continue
+        if values["MainPID"] == str(os.getpid()):
             continue
         token = values["Id"].removesuffix(".service")
         seconds = time.monotonic() - int(values["ExecMainStartTimestampMonotonic"]) / 1e6
