@@ -174,11 +174,19 @@ def send(target: Target, options: Options, source: Source, key: dict[str, Any], 
         bundle.pack(source, key, wheels, donor, archive)
         say(f"    sending {archive.stat().st_size / (1 << 20):.1f} MiB to {name}")
         owner = {"user": "root", "group": "root"}
-        target.remote.apply(
-            (files.directory, dict(path=options.prefix, mode="755", **owner)),
-            (files.directory, dict(path=incoming, mode="700", **owner)),
-            (files.put, dict(src=str(archive), dest=name, mode="600", **owner)),
-        )
+        try:
+            target.remote.apply(
+                (files.directory, dict(path=options.prefix, mode="755", **owner)),
+                (files.directory, dict(path=incoming, mode="700", **owner)),
+                (files.put, dict(src=str(archive), dest=name, mode="600", **owner)),
+            )
+        except RemoteError as error:
+            _, left, _ = target.remote.run(f"df -h {options.prefix}; rm -f {name}")
+            free = " ".join(left.splitlines()[-1:])
+            raise Stop(
+                f"{error}: the release could not be written to {options.prefix}, where df says: {free}. The service "
+                "has not been touched; `make undeploy` removes the empty folders"
+            ) from error
     return name
 
 

@@ -125,6 +125,19 @@ def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: P
     assert os.path.samefile(shared, folder / "vendor" / "extra.py")
 
 
+def test_disk_that_is_full_while_a_release_is_unpacked(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(release.shutil, "copyfileobj", full)
+    with pytest.raises(ReleaseError, match="1-a could not be put in place: .Errno 28. No space left"):
+        release.install(place, "1-a", whole(tmp_path))
+    release.remove_everything(place)
+    assert not place.prefix.exists()
+
+
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x"])
 def test_archive_that_reaches_out_is_refused(place: Place, tmp_path: Path, name: str) -> None:
     with pytest.raises(ReleaseError, match="no plain file"):

@@ -146,8 +146,16 @@ def install(place: Place, name: str, archive: Path | None) -> bool:
         return False
     if archive is None or not archive.is_file():
         raise ReleaseError(f"release {name} is neither on the host nor has it been sent")
+    try:
+        _unpack(place, release, archive)
+    except OSError as error:
+        raise ReleaseError(f"{release} could not be put in place: {error}") from error
+    return True
+
+
+def _unpack(place: Place, release: Path, archive: Path) -> None:
     place.releases.mkdir(parents=True, exist_ok=True)
-    half = place.releases / f"{_HALF}{name}"
+    half = place.releases / f"{_HALF}{release.name}"
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir(mode=0o755)
     with tarfile.open(archive) as tar:
@@ -173,7 +181,6 @@ def install(place: Place, name: str, archive: Path | None) -> bool:
         remove(release)  # what a removal that was cut off has left
     os.rename(half, release)
     sync_folder(place.releases)
-    return True
 
 
 def _vendor(place: Place, half: Path, manifest: dict[str, Any]) -> None:
