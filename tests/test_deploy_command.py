@@ -174,7 +174,9 @@ def test_workers_of_a_service(options: str, workers: int) -> None:
     assert workers_of(through(PYTHON, "-m", "x", *options.split())) == workers
 
 
-@pytest.mark.parametrize("options", ["--tp eight", "--tp 0", "--tp 3 --nnodes 2", "--config /srv/x.yaml"])
+@pytest.mark.parametrize(
+    "options", ["--tp eight", "--tp 0", "--tp 3 --nnodes 2", "--config /srv/x.yaml", "--config=/srv/x.yaml"]
+)
 def test_workers_that_cannot_be_counted(options: str) -> None:
     with pytest.raises(Refused):
         workers_of(through(PYTHON, "-m", "x", *options.split()))

@@ -126,8 +126,35 @@ def test_active_unit_that_does_not_answer(
     seen = Look(StandIn(active), PREFIX)
     seen.pending = pending
     report = Report()
-    preflight._command(Command(PYTHON, frozenset(), ["-m", "sglang.launch_server"]), seen, report)
+    preflight._command(Command(PYTHON, frozenset(), ["-m", "sglang.launch_server"]), seen, None, report)
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
+
+
+SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (SPECULATES, ""),
+        ("--prefill-attention-backend fa3 --decode-attention-backend=triton --speculative-algo EAGLE", ""),
+        ("--speculative-algorithm EAGLE", ""),  # SGLang chooses, and the warning says what may come of it
+        (SPECULATES.replace("triton", "flashinfer"), "--attention-backend flashinfer: the patch serves triton"),
+        ("--attention-backend triton", "no --speculative-algorithm"),
+        (f"{SPECULATES} --enable-deterministic-inference", "--enable-deterministic-inference"),
+        ("--attention-backend fa3 --config x.yaml --tp 1", ""),
+    ],
+)
+def test_what_every_worker_would_decline_for_is_found_before_the_restart(
+    monkeypatch: pytest.MonkeyPatch, options: str, said: str
+) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
+    command = Command(PYTHON, frozenset(), ["-m", "sglang.launch_server", *options.split()])
+    for mode, finds in ((None, bool(said)), ("on", bool(said)), ("off", False)):
+        report = Report()
+        preflight._command(command, Look(StandIn(), PREFIX), mode, report)
+        assert bool(report.findings) == finds
+        assert not finds or said in report.findings[0]
 
 
 # ------------------------------------------------------------------------------------------------ the running process

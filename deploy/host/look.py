@@ -269,7 +269,7 @@ def workers_of(command: Command) -> int:
         return int(value)
 
     tensor = number("--tp", "--tp-size", "--tensor-parallel-size")
-    if command.has("--config") and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
+    if command.option("--config") is not None and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
         raise Refused("the service's --config may set the tensor-parallel size: write --tp into ExecStart")
     ranks = tensor * number("--pp", "--pp-size", "--pipeline-parallel-size")
     if not command.has("--enable-dp-attention"):

@@ -79,7 +79,7 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
         report.find(problem)
     user = unit.user
     command = seen.command()
-    _command(command, seen, report)
+    _command(command, seen, order["mode"], report)
     _prefix(seen.place, user.pw_uid, report)
     _hidden(unit, seen.place.prefix, report)
     _gpus(seen.config, report)
@@ -143,7 +143,7 @@ def _unit(unit: Unit, report: Report) -> None:
     report.find(f"its User={unit['User']} does not exist")
 
 
-def _command(command: Command, seen: Look, report: Report) -> None:
+def _command(command: Command, seen: Look, mode: str | None, report: Report) -> None:
     through = f", through {' '.join(command.wrappers)}" if command.wrappers else ""
     flags = f" with -{''.join(sorted(command.flags))}" if command.flags else ""
     report.fact("interpreter", f"{command.interpreter}{flags}{through}")
@@ -159,10 +159,28 @@ def _command(command: Command, seen: Look, report: Report) -> None:
             f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
             "write --host and --port into ExecStart"
         )
-    if command.option("--attention-backend") != "triton":
-        report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
-    if not command.option("--speculative-algorithm"):
-        report.warn("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
+    if seen.mode(mode) != "off":
+        _would_decline(command, report)
+
+
+def _would_decline(command: Command, report: Report) -> None:
+    """For what every worker would decline, or never come to be asked: the command line tells before the restart."""
+    # Options may also come from a file, which we do not read.
+    find = report.find if command.option("--config") is None else report.warn
+    names = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+    backends = [f"{name} {value}" for name in names if (value := command.option(name))]
+    if backends and not any(backend.endswith(" triton") for backend in backends):
+        find(f"the service is started with {', '.join(backends)}: the patch serves triton and no other")
+    elif not backends:
+        report.warn(
+            "the service is not started with --attention-backend triton: if SGLang chooses another one, no worker "
+            "loads the patch, and the deployment is taken back"
+        )
+    # Python's argument parser takes beginnings of names, too.
+    if not any(word.startswith("--speculative-algo") for word in command.arguments):
+        find("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
+    if command.has("--enable-deterministic-inference"):
+        find("the service is started with --enable-deterministic-inference, with which the patch does not serve")
 
 
 def _health(url: str) -> str:

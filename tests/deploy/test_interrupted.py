@@ -327,7 +327,8 @@ def test_unit_that_is_refused(scene: Scene, name: str, command: str, extra: str,
 
 
 def test_shell_script_is_seen_through_while_it_runs(scene: Scene) -> None:
-    script = '#!/bin/sh\ncd /srv\nexec "$1" /srv/service.py --port "$2" --attention-backend triton --served sglang\n'
+    options = "--attention-backend triton --speculative-algorithm EAGLE --served sglang"
+    script = f'#!/bin/sh\ncd /srv\nexec "$1" /srv/service.py --port "$2" {options}\n'
     scene.host.put("/srv/start.sh", script, 0o755)
     unit = Service(scene.host, "sglang-script", "/srv/start.sh {python} {port}", light=True)
     scene.host.ssh("systemctl daemon-reload")
