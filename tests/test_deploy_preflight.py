@@ -130,6 +130,18 @@ def test_active_unit_that_does_not_answer(
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
 
 
+def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
+    overrides = {"KDTREE_LOG_LEVEL": "error", "KDTREE_CONFIG": "", "LANG": "C"}
+    report = Report()
+    command = Command(PYTHON, frozenset(), SPECULATES.split(), overrides)
+    preflight._command(command, Look(StandIn(), PREFIX), None, report)
+    assert [text.split(",")[0] for text in report.findings] == [
+        "the command line itself sets KDTREE_LOG_LEVEL=error",
+        "the command line itself removes KDTREE_CONFIG",
+    ]
+
+
 SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
 
 
@@ -189,6 +201,34 @@ def test_what_cannot_be_expanded_is_read_from_the_running_process(
     assert found.option("--api-key") == "sk-$HOME"  # as it is there: nothing expands it a second time
     with pytest.raises(Refused, match="no Python with SGLang"):
         command_of(monkeypatch, argv, [], **values)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PYTHONPATH": "/mine"}, ""),
+        ({"PYTHONPATH": "/other"}, "it sets PYTHONPATH itself"),
+        ({"PYTHONPATH": "/mine", "KDTREE_LOG_LEVEL": "error"}, "it sets KDTREE_LOG_LEVEL itself"),
+        ({"PYTHONPATH": "/mine", "KDTREE_MODE": "shadow", "LANG": "C"}, ""),
+    ],
+)
+def test_variable_that_a_script_sets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, units: Path, variables: dict[str, str], said: str
+) -> None:
+    words = {"cmdline": RUNNING, "environ": [f"{name}={value}" for name, value in variables.items()]}
+    monkeypatch.setattr(look, "is_file", lambda path: True)
+    monkeypatch.setattr(look, "_descendants", lambda pid: [pid])
+    monkeypatch.setattr(look, "_words", lambda pid, name: words[name])
+    path = units / "x.service"
+    path.write_text("[Service]\nEnvironment=PYTHONPATH=/mine\n")
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    seen = Look(StandIn(ExecStart=[["/opt/start.sh", ["/opt/start.sh"]]], Environment=["PYTHONPATH=/mine"]), PREFIX)
+    monkeypatch.setattr(look, "read_head", lambda path: "#!/bin/sh\n")
+    if said:
+        with pytest.raises(Refused, match=said):
+            seen.command()
+    else:
+        assert seen.command().option("--tp") == "8"
 
 
 def test_environment_of_the_unit_is_expanded_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

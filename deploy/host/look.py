@@ -162,11 +162,14 @@ class Look:
                 found = commands.unwrap(argv, environ, read_head, is_file)
             except Refused:
                 continue
-            if environ.get("PYTHONPATH", "") != self.unit.environment.get("PYTHONPATH", ""):
-                raise Refused(
-                    f"{opaque}; it sets PYTHONPATH itself (the running service has {environ.get('PYTHONPATH')!r}): "
-                    "move that into Environment= of the unit"
-                ) from opaque
+            # The mode and the cache of a service change with a deployment that has not restarted it yet.
+            names = {name for name in environ if name.startswith("KDTREE_")} - {"KDTREE_MODE", "KDTREE_CACHE_DIR"}
+            for name in ("PYTHONPATH", *sorted(names)):
+                if environ.get(name, "") != self.unit.environment.get(name, ""):
+                    raise Refused(
+                        f"{opaque}; it sets {name} itself (the running service has {environ.get(name)!r}): move that "
+                        "into Environment= of the unit"
+                    ) from opaque
             found.wrappers.append(f"{os.path.basename(self.unit.argv[0])} (seen in the running service)")
             return found
         raise Refused(f"{opaque}, and no Python with SGLang in its command line is running under it") from opaque

@@ -150,6 +150,12 @@ def _command(command: Command, seen: Look, mode: str | None, report: Report) -> 
     problem = python_path_problem(command)
     if problem:
         report.find(problem)
+    for name, value in command.overrides.items():
+        if name.startswith("KDTREE_"):
+            how = f"sets {name}={value}" if value else f"removes {name}"
+            report.find(
+                f"the command line itself {how}, whatever the unit says: move that into Environment= of the unit"
+            )
     workers = look.workers_of(command)
     url = look.health_url(command)
     health = _health(url)
