@@ -132,7 +132,7 @@ def wheels(key: dict[str, Any]) -> tuple[Path, ...]:
         WHEELS.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=WHEELS) as scratch:
             numpy = [f"numpy=={key['numpy']}"] if key["numpy"] else []
-            _pip("download", "--dest", scratch, *pip_words(key), *key["requirements"], *numpy)
+            _download(Path(scratch), pip_words(key), [*key["requirements"], *numpy])
             for wheel in Path(scratch).iterdir():
                 if wheel.name.split("-")[0].lower() in _NOT_BUNDLED:
                     wheel.unlink()
@@ -143,12 +143,15 @@ def wheels(key: dict[str, Any]) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.whl")))
 
 
-def _pip(*words: str) -> None:
-    command = [sys.executable, "-m", "pip", words[0], "--disable-pip-version-check", "--quiet", *words[1:]]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def _download(folder: Path, options: list[str], wanted: list[str]) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--dest", str(folder)]
+    done = subprocess.run([*command, *options, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise BundleError(f"pip could not fetch {' '.join(words[-4:])}: {' '.join(errors[-3:])}")
+        raise BundleError(
+            f"pip on this machine could not fetch {', '.join(wanted)} for the service: {' '.join(errors[-3:])}; the "
+            "service has not been touched"
+        )
 
 
 def pack(made_from: Source, key: dict[str, Any], parts: Sequence[Path], donor: str | None, target: Path) -> None:

@@ -8,17 +8,20 @@ files or to PYTHONPATH.
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import PurePosixPath
 
 from kdtree_patch.settings import MODES
 
 NAMES = ("HOST", "HOSTS", "UNIT", "MODE", "PREFIX", "TIMEOUT", "DRY_RUN", "FORCE")
 _HOST = re.compile(
-    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>[0-9]{1,5}))?"
+    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
+    r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
 )
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.@\\-]*")
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._+-]+)+")
@@ -30,21 +33,22 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """Where ssh goes. `name` may be an alias of ~/.ssh/config."""
+    """Where ssh goes. `name` may be an alias of ~/.ssh/config, or an IPv6 address, without its brackets."""
 
     name: str
     user: str | None = None
     port: int | None = None
 
     def __str__(self) -> str:
-        return (f"{self.user}@" if self.user else "") + self.name + (f":{self.port}" if self.port else "")
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return (f"{self.user}@" if self.user else "") + name + (f":{self.port}" if self.port else "")
 
 
 @dataclass(frozen=True)
 class Options:
     hosts: tuple[Host, ...]
     unit: str
-    mode: str = "on"
+    mode: str | None = None  # the one that the unit has, and "on" if it has none
     prefix: str = "/opt/kdtree"
     timeout: int = 1200
     dry_run: bool = False
@@ -66,7 +70,7 @@ class Options:
         return cls(
             hosts=hosts,
             unit=_unit(given["UNIT"]),
-            mode=_one_of("MODE", given["MODE"] or "on", MODES),
+            mode=_one_of("MODE", given["MODE"], MODES) if given["MODE"] else None,
             prefix=_prefix(given["PREFIX"] or "/opt/kdtree"),
             timeout=_seconds(given["TIMEOUT"] or "1200"),
             dry_run=_flag("DRY_RUN", given["DRY_RUN"]),
@@ -76,14 +80,25 @@ class Options:
 
 def _host(word: str) -> Host:
     match = _HOST.fullmatch(word)
-    if match is None:
+    user, _, rest = word.rpartition("@")
+    if match is None and _is_address(rest):
+        raise UsageError(f"HOST={word!r}: an IPv6 address goes into brackets: HOST={user and user + '@'}[{rest}]")
+    if match is None or match["address"] and not _is_address(match["address"]):
         raise UsageError(
-            f"HOST={word!r} is no host: allowed is [USER@]NAME[:PORT] of letters, digits, '.', '_' and '-'"
+            f"HOST={word!r} is no host: allowed is [USER@]NAME[:PORT] of letters, digits, '.', '_' and '-', with an "
+            "IPv6 address in brackets for NAME; whatever else ssh needs goes into ~/.ssh/config, under a NAME"
         )
     port = int(match["port"]) if match["port"] else None
     if port is not None and not 0 < port < 65536:
         raise UsageError(f"HOST={word!r}: there is no port {port}")
-    return Host(match["name"], match["user"], port)
+    return Host(match["name"] or match["address"], match["user"], port)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return "%" not in text and bool(IPv6Address(text))
+    except ValueError:
+        return False
 
 
 def _unit(text: str) -> str:
@@ -124,5 +139,8 @@ def _flag(name: str, text: str) -> bool:
 
 def operator() -> str:
     """Who is at work, for the record on the host."""
-    user = os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no variable says it, and the user database does not know the number
+        user = str(os.getuid())
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", f"{user}@{os.uname().nodename}")

@@ -31,6 +31,10 @@ class ConnectionLost(Exception):
     """The connection is not there, or is not there any more; what was asked may or may not have happened."""
 
 
+class Unreachable(ConnectionLost):
+    """There was no connection to begin with: what was asked has not happened."""
+
+
 class RemoteError(Exception):
     """The host answered, and not as it should; the message has its words."""
 
@@ -52,11 +56,12 @@ class Remote:
             data["ssh_port"] = self.host.port
         inventory = Inventory(([(self.host.name, data)], {}))
         self._state = State(inventory, Config(CONNECT_TIMEOUT=15))
+        _first_error()
         try:
             connect_all(self._state)
         except (PyinfraError, SSHException, OSError, EOFError) as error:
             self._state = None
-            raise ConnectionLost(f"ssh to {self.host}: {_last_error() or error}") from error
+            raise Unreachable(f"ssh to {self.host}: {_first_error() or error}") from error
 
     def run(self, command: str, stdin: str | None = None, timeout: int = _LIMIT) -> tuple[bool, str, str]:
         """Whether a command succeeded, its standard output and its standard error. `command` goes through a shell: it
@@ -97,6 +102,7 @@ class Remote:
         self._connected()
         state = self._state
         assert state is not None
+        _first_error()
         try:
             state.set_stage(StateStage.Prepare)
             for operation, arguments in operations:
@@ -108,7 +114,7 @@ class Remote:
             self._state = None
             if not alive:
                 raise ConnectionLost(f"ssh to {self.host}: the connection was closed") from error
-            raise RemoteError(f"{self.host}: {_last_error() or error}") from error
+            raise RemoteError(f"{self.host}: {_first_error() or error}") from error
         # A State is for one run of operations; the connection itself is made again when it is next needed.
         self.close()
 
@@ -134,21 +140,21 @@ class Remote:
         return self._state.inventory.get_host(self.host.name)
 
 
-class _LastError(logging.Handler):
-    """pyinfra says why a connection failed in its log, and only that it did in its exception."""
+class _FirstError(logging.Handler):
+    """pyinfra says why something failed in its log, and only that it did in its exception and in the lines after it."""
 
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR:
-            _LastError.text = " ".join(record.getMessage().split())
+            _FirstError.text = _FirstError.text or " ".join(record.getMessage().split())
 
 
-def _last_error() -> str:
-    text, _LastError.text = _LastError.text, ""
+def _first_error() -> str:
+    text, _FirstError.text = _FirstError.text, ""
     return text
 
 
 _logger = logging.getLogger("pyinfra")
-_logger.addHandler(_LastError())
+_logger.addHandler(_FirstError())
 _logger.propagate = False

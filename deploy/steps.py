@@ -20,7 +20,7 @@ from deploy import bundle
 from deploy.bundle import BundleError, Source
 from deploy.host import wire
 from deploy.options import Host, Options, operator
-from deploy.remote import ConnectionLost, Remote, RemoteError
+from deploy.remote import ConnectionLost, Remote, RemoteError, Unreachable
 
 _POLL_SECONDS = 1.0
 _POLL_LIMIT = 60
@@ -30,8 +30,23 @@ _QUIET_POLLS = 3
 _RECONNECT_SECONDS = 300.0
 
 
+# The exit status of a command. Make itself makes 2 of each that is not 0.
+GOOD = 0
+FINDING = 1  # refused, or something to look at: no service has been touched
+USAGE = 2
+RESTORED = 3  # it failed, and the service is as it was before
+BROKEN = 4  # it failed, and the service is not: somebody has to look at it
+UNKNOWN = 5  # the connection was lost while the host was at work: `make status` tells
+INTERRUPTED = 130
+_STATUS = {"untouched": FINDING, "restored": RESTORED, "broken": BROKEN}
+
+
 class Stop(Exception):
     """This action ends here; the message is the reason."""
+
+    def __init__(self, reason: str, status: int = FINDING):
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass
@@ -43,6 +58,9 @@ class Target:
     report: dict[str, Any]
 
 
+FAILURES = (Stop, BundleError, RemoteError, ConnectionLost)
+
+
 def say(text: str = "") -> None:
     print(text, flush=True)
 
@@ -52,18 +70,15 @@ def step(name: str, host: Host) -> None:
 
 
 def _run(action: Callable[[Options], None]) -> Callable[[Options], int]:
-    """An action as a command: what goes wrong is one line, and a status that is not 0."""
+    """An action as a command: what goes wrong is one line, and a status that says how far it had come."""
 
     def command(options: Options) -> int:
         try:
             action(options)
-        except ConnectionLost as error:
+        except FAILURES as error:
             say(f"FAILED: {error}")
-            return 1
-        except (Stop, BundleError, RemoteError) as error:
-            say(f"FAILED: {error}")
-            return 1
-        return 0
+            return error.status if isinstance(error, Stop) else FINDING
+        return GOOD
 
     return command
 
@@ -76,7 +91,7 @@ def deploy(options: Options) -> None:
     if source.dirty and not options.force and not options.dry_run:
         names = ", ".join(source.dirty[:5]) + (" ..." if len(source.dirty) > 5 else "")
         raise Stop(f"the checkout has changes that are in no commit ({names}): commit them, or say FORCE=1")
-    say(f"release {source.release}, {len(source.files)} files, mode {options.mode}")
+    say(f"release {source.release}, {len(source.files)} files")
     targets = [preflight(host, options, source) for host in options.hosts]
     bad = [target for target in targets if target.report["findings"]]
     if bad:
@@ -84,12 +99,18 @@ def deploy(options: Options) -> None:
     if options.dry_run:
         say("dry run: nothing has been changed")
         return
-    for index, target in enumerate(targets):
+    one_after_the_other(options, lambda index: deploy_one(targets[index], options, source))
+
+
+def one_after_the_other(options: Options, change: Callable[[int], None]) -> None:
+    """Changes each host, by its number, and stops at the first that fails."""
+    for index in range(len(options.hosts)):
         try:
-            deploy_one(target, options, source)
-        except (Stop, BundleError, RemoteError, ConnectionLost) as error:
-            rest = ", ".join(str(later.host) for later in targets[index + 1 :])
-            raise Stop(f"{error}" + (f"; not begun: {rest}" if rest else "")) from error
+            change(index)
+        except FAILURES as error:
+            rest = ", ".join(str(later) for later in options.hosts[index + 1 :])
+            status = error.status if isinstance(error, Stop) else FINDING
+            raise Stop(f"{error}" + (f"; not begun: {rest}" if rest else ""), status) from error
 
 
 def preflight(host: Host, options: Options, source: Source) -> Target:
@@ -153,11 +174,19 @@ def send(target: Target, options: Options, source: Source, key: dict[str, Any], 
         bundle.pack(source, key, wheels, donor, archive)
         say(f"    sending {archive.stat().st_size / (1 << 20):.1f} MiB to {name}")
         owner = {"user": "root", "group": "root"}
-        target.remote.apply(
-            (files.directory, dict(path=options.prefix, mode="755", **owner)),
-            (files.directory, dict(path=incoming, mode="700", **owner)),
-            (files.put, dict(src=str(archive), dest=name, mode="600", **owner)),
-        )
+        try:
+            target.remote.apply(
+                (files.directory, dict(path=options.prefix, mode="755", **owner)),
+                (files.directory, dict(path=incoming, mode="700", **owner)),
+                (files.put, dict(src=str(archive), dest=name, mode="600", **owner)),
+            )
+        except RemoteError as error:
+            _, left, _ = target.remote.run(f"df -h {options.prefix}; rm -f {name}")
+            free = " ".join(left.splitlines()[-1:])
+            raise Stop(
+                f"{error}: the release could not be written to {options.prefix}, where df says: {free}. The service "
+                "has not been touched; `make undeploy` removes the empty folders"
+            ) from error
     return name
 
 
@@ -165,7 +194,9 @@ def send(target: Target, options: Options, source: Source, key: dict[str, Any], 
 
 
 def transact(action: str, remote: Remote, options: Options, order: dict[str, Any]) -> None:
-    """Has the host do it, and reads along until it is done. Raises Stop with the host's reason."""
+    """Has the host do it, and reads along until it is done. Raises Stop with the host's reason, ConnectionLost if the
+    host cannot have begun.
+    """
     order = {
         **order,
         "action": action,
@@ -176,13 +207,15 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
     }
     try:
         token = remote.ask("launch", order)["token"]
+    except Unreachable:
+        raise
     except ConnectionLost as error:
-        raise ConnectionLost(f"{error}; the host may have begun: see `make status`, or run the same again") from error
+        raise Stop(f"{error}; the host may have begun: see `make status`, or run the same again", UNKNOWN) from error
     result = follow(remote, token)
     if not result["ok"]:
         for line in result.get("lines", []):
             say(f"    | {line}")
-        raise Stop(f"{remote.host}: {result['reason']}")
+        raise Stop(f"{remote.host}: {result['reason']}", _STATUS[result["outcome"]])
 
 
 def follow(remote: Remote, token: str) -> dict[str, Any]:
@@ -199,7 +232,7 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
                 say(f"    (connection lost; the host goes on by itself; trying again: {error})")
                 lost_since = time.monotonic()
             if time.monotonic() - lost_since > _RECONNECT_SECONDS:
-                raise ConnectionLost(f"{error}; the host goes on by itself, see `make status`") from error
+                raise Stop(f"{error}; the host goes on by itself, see `make status`", UNKNOWN) from error
             time.sleep(2 * _POLL_SECONDS)
             continue
         *lines, state = output.splitlines() or [""]
@@ -213,47 +246,68 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
             return result
         quiet = 0 if fresh or state in ("active", "activating") else quiet + 1
         if quiet > _QUIET_POLLS:
-            return {"ok": False, "reason": "the transaction ended without a result; run the same command again"}
+            reason = "the transaction ended without a result; run the same command again"
+            return {"ok": False, "reason": reason, "outcome": "broken"}
         time.sleep(_POLL_SECONDS)
 
 
 def rollback(options: Options) -> None:
-    for host in options.hosts:
-        step("rollback", host)
-        transact("rollback", Remote(host), options, {})
+    _simple("rollback", options)
 
 
 def undeploy(options: Options) -> None:
-    for host in options.hosts:
-        step("undeploy", host)
-        transact("undeploy", Remote(host), options, {})
+    _simple("undeploy", options)
+
+
+def _simple(action: str, options: Options) -> None:
+    def change(index: int) -> None:
+        host = options.hosts[index]
+        step(action, host)
+        transact(action, Remote(host), options, {})
+
+    one_after_the_other(options, change)
 
 
 # --------------------------------------------------------------------------------------------------------------- status
 
 
 def status(options: Options) -> None:
-    findings = []
-    for host in options.hosts:
+    def tell(host: Host) -> list[str]:
         step("status", host)
         answer = Remote(host).ask("status", {"unit": options.unit, "prefix": options.prefix})
         show(answer["facts"])
-        findings += [f"{host}: {text}" for text in answer["findings"]]
-    if findings:
-        raise Stop("; ".join(findings))
+        return list(answer["findings"])
+
+    every_host(options, tell)
 
 
 def logs(options: Options) -> None:
-    findings = []
-    for host in options.hosts:
+    def tell(host: Host) -> list[str]:
         if len(options.hosts) > 1:
             step("logs", host)
         answer = Remote(host).ask("logs", {"unit": options.unit})
         for line in answer["lines"]:
             say(line)
-        findings += [f"{host}: {text}" for text in answer["findings"]]
-    if findings:
-        raise Stop("; ".join(findings))
+        if not answer["lines"] and not answer["findings"]:
+            say(f"    {options.unit} has logged no [kdtree] line since it was started: see `make status`")
+        return list(answer["findings"])
+
+    every_host(options, tell)
+
+
+def every_host(options: Options, tell: Callable[[Host], list[str]]) -> None:
+    """Asks each host, whatever the others say. Raises Stop where anything was found."""
+    bad: list[Host] = []
+    for host in options.hosts:
+        try:
+            found = tell(host)
+        except FAILURES as error:
+            found = [str(error)]
+        for text in found:
+            say(f"    FINDING: {text}")
+        bad += [host] if found else []
+    if bad:
+        raise Stop(f"see what was found on {', '.join(map(str, bad))}")
 
 
 ACTIONS: dict[str, Callable[[Options], int]] = {

@@ -135,6 +135,12 @@ def test_what_only_the_running_process_can_tell(argv: list[str]) -> None:
         through(*argv)
 
 
+def test_key_beside_a_variable_is_not_repeated() -> None:
+    with pytest.raises(Opaque, match="has \\$SUFFIX in it") as caught:
+        through("/bin/bash", "-c", f"exec {PYTHON} -m x --api-key=sk-secret$SUFFIX")
+    assert "sk-secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -168,7 +174,9 @@ def test_workers_of_a_service(options: str, workers: int) -> None:
     assert workers_of(through(PYTHON, "-m", "x", *options.split())) == workers
 
 
-@pytest.mark.parametrize("options", ["--tp eight", "--tp 0", "--tp 3 --nnodes 2", "--config /srv/x.yaml"])
+@pytest.mark.parametrize(
+    "options", ["--tp eight", "--tp 0", "--tp 3 --nnodes 2", "--config /srv/x.yaml", "--config=/srv/x.yaml"]
+)
 def test_workers_that_cannot_be_counted(options: str) -> None:
     with pytest.raises(Refused):
         workers_of(through(PYTHON, "-m", "x", *options.split()))

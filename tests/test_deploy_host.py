@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 
 from deploy import bundle
-from deploy.host import probe, release, service, wire
+from deploy.host import gpus, probe, release, service, systemd, wire
 from deploy.host.command import Command
 from deploy.host.look import Place, prefix_problem, release_of
 from deploy.host.release import ReleaseError, drop_in_text
 from deploy.host.service import Failed, Journal, Line, Start
 from deploy.host.systemd import State, environment_of, quoted
+from kdtree_patch import compile as compiling
 from tests.support.env import REPO
 
 # ----------------------------------------------------------------------------------------------------------- unit files
@@ -54,6 +56,7 @@ def test_drop_in_prepends_to_the_python_path_of_the_unit() -> None:
         "PYTHONPATH": "/opt/kdtree/releases/1-a:/mine:/yours",
         "KDTREE_MODE": "shadow",
         "KDTREE_CACHE_DIR": "/opt/kdtree/releases/1-a/cache/1000",
+        "KDTREE_LOG_LEVEL": "info",
     }
     alone = drop_in_text(place.releases / "1-a", "", "on", 0)
     assert environment_of([alone])["PYTHONPATH"] == "/opt/kdtree/releases/1-a"
@@ -101,7 +104,8 @@ def whole(folder: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(systemd, "UNITS", tmp_path / "etc")
     return Place(tmp_path / "kdtree", "x.service")
 
 
@@ -119,6 +123,19 @@ def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: P
     assert release.install(place, "2-b", second)
     shared = place.releases / "2-b" / "vendor" / "extra.py"
     assert os.path.samefile(shared, folder / "vendor" / "extra.py")
+
+
+def test_disk_that_is_full_while_a_release_is_unpacked(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(release.shutil, "copyfileobj", full)
+    with pytest.raises(ReleaseError, match="1-a could not be put in place: .Errno 28. No space left"):
+        release.install(place, "1-a", whole(tmp_path))
+    release.remove_everything(place)
+    assert not place.prefix.exists()
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x"])
@@ -175,6 +192,30 @@ def test_removing_a_unit_keeps_what_another_one_has(place: Place) -> None:
     assert (place.releases / "1-a").is_dir() and not place.records.exists()
     release.remove_everything(other)
     assert not place.prefix.exists()
+
+
+def test_release_in_a_drop_in_is_in_use_whatever_the_records_say(place: Place, tmp_path: Path) -> None:
+    release.install(place, "1-a", whole(tmp_path))
+    drop_in = systemd.UNITS / "other.service.d" / systemd.DROP_IN
+    drop_in.parent.mkdir(parents=True)
+    drop_in.write_text(drop_in_text(place.releases / "1-a", "", "on", 0))
+    release.remove_everything(place)
+    assert release.manifests(place) and "1-a" in release.in_use(place)
+
+
+def test_prefix_that_is_a_mount_or_a_folder_of_the_system_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.prefix / "releases").mkdir(parents=True)
+    gone: list[str] = []
+
+    def rmdir(path: Path) -> None:
+        gone.append(path.name)
+        raise OSError(errno.EBUSY, "it is a mount")
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    release._remove_empty(place.releases)
+    for path in ("/opt", "/srv", "/mnt"):
+        release._remove_empty(Path(path))
+    assert gone == ["releases"]
 
 
 @pytest.fixture
@@ -286,16 +327,30 @@ SHAPES = "[kdtree] shapes q=(9, 8, 576)"
 LAYER = "[kdtree] L{0} max_abs_diff=1.0e+00 mean=1.0e-01 rel={1} tp_rank=0"
 
 
-def confirm(monkeypatch: pytest.MonkeyPatch, *texts: str, workers: int = 2, mode: str = "on") -> list[str]:
-    """What `confirm` says of a start with these lines, one worker after the other."""
+def confirm(
+    monkeypatch: pytest.MonkeyPatch,
+    *texts: str,
+    workers: int = 2,
+    mode: str = "on",
+    validates: bool = False,
+    late: str = "",
+) -> list[str]:
+    """What `confirm` says of a start with these lines, one a worker. `late` comes with a second request."""
+    requests: list[str] = []
+
+    def generate(url: str, command: Command) -> None:
+        requests.append(url)
+        if late and len(requests) > 1:
+            start.journal.lines.append(Line("1", late))
+
     monkeypatch.setattr(service, "healthy", lambda url, timeout=5: True)
-    monkeypatch.setattr(service, "generate", lambda url, command: None)
+    monkeypatch.setattr(service, "generate", generate)
     monkeypatch.setattr(service, "_LINES_SECONDS", 0.0)
     monkeypatch.setattr(Journal, "read", lambda self: [])
     start = Start(FakeUnit(), "http://x", "0" * 32, invocation="1" * 32)  # type: ignore[arg-type]
     start.journal.lines = [Line(str(100 + index), text) for index, text in enumerate(texts)]
     said: list[str] = []
-    start.confirm(workers, Command("p", frozenset(), []), {"mode": mode, "log_level": "info"}, said.append)
+    start.confirm(workers, Command("p", frozenset(), []), mode, validates, said.append)
     return said
 
 
@@ -303,6 +358,15 @@ def test_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     said = confirm(monkeypatch, INSTALLED, INSTALLED, SHAPES, LAYER.format(0, "1.9e-03"), LAYER.format(1, "2.1e-03"))
     assert "validation: 2 layer lines, largest rel 2.10e-03" in said
     assert "nothing to confirm" in confirm(monkeypatch, mode="off")[0]
+
+
+def test_layers_that_come_late_are_waited_for_and_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (INSTALLED, INSTALLED, SHAPES)
+    said = confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-03"))
+    assert said[-1] == "validation: 1 layer lines, largest rel 1.90e-03"
+    assert "no layer has been compared yet" in confirm(monkeypatch, *lines, validates=True)[-1]
+    with pytest.raises(Failed, match="rel is above"):
+        confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-01"))
 
 
 @pytest.mark.parametrize(
@@ -344,6 +408,22 @@ def test_wheels_are_those_of_the_services_interpreter() -> None:
         bundle.pip_words({**key, "libc": ["", ""]})
 
 
+def test_wheels_that_cannot_be_fetched_are_one_line_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(bundle.BundleError) as caught:
+        bundle.wheels(bundle.wheel_key(PROBE))
+    text = str(caught.value)
+    assert (
+        text.startswith("pip on this machine could not fetch wrapt>=")
+        and "numpy==1.26.4 for the service: ERROR" in text
+    )
+    assert text.endswith("the service has not been touched") and "\n" not in text
+    assert list((tmp_path / "wheels").iterdir()) == []
+
+
 def test_release_of_a_dirty_checkout_has_a_name_of_its_own() -> None:
     source = bundle.Source(("a",), "0123456789abcdef", "fedcba9876543210", ())
     assert source.release.endswith("-0123456789ab")
@@ -374,11 +454,94 @@ def test_self_test_is_for_a_gpu_that_torch_sees(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
     monkeypatch.setattr(probe, "_command", lambda *words: (status, "FAIL"))
     findings: list[str] = []
-    done = probe._self_test(tmp_path, 4 << 30, findings)
+    done = probe._self_test(tmp_path, gpu("H200", 4), findings)
     if not sees:
         assert findings == [] and "warning: self-test left out" in done[0]
+    elif status == 0:
+        assert (done, findings) == (["self-test passed on H200, GPU-H200"], [])
     else:
-        assert (done, findings) == ((["self-test passed"], []) if status == 0 else ([], [findings[0]]))
+        assert done == [] and "self-test on H200 ended with status 1: FAIL" in findings[0]
+    assert "no GPU of the service has 2 GiB free" in probe._self_test(tmp_path, None, findings)[0]
+
+
+def gpu(name: str, gib: float, compute_mode: str = "Default", capability: tuple[int, int] = (9, 0)) -> dict[str, Any]:
+    free = int(gib * (1 << 30))
+    return vars(gpus.Gpu(name, f"GPU-{name}", compute_mode, capability, "580.95.05", free))
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        (None, "d"),
+        ("0,1", "b"),
+        ("GPU-a, GPU-b", "b"),
+        ("0", None),
+        ("2", None),
+        ("", None),
+        ("MIG-1234", None),
+        ("7", None),
+    ],
+)
+def test_self_test_has_a_gpu_with_room_that_the_service_may_use(visible: str | None, chosen: str | None) -> None:
+    """And not torch's first one, which the service fills."""
+    all_of_them = [gpu("a", 1.5), gpu("b", 3), gpu("c", 90, "Exclusive_Process"), gpu("d", 8)]
+    found = probe._with_room(all_of_them, visible)
+    assert (found and found["name"]) == chosen
+
+
+class KdtreePackageFinder:
+    """What the doctor takes for the sign that our sitecustomize was loaded."""
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+
+def test_doctor_shows_cuda_that_gpu_alone_before_anything_wakes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def imports(release: Path) -> list[str]:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, KdtreePackageFinder()])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(probe, "_import_what_a_worker_needs", imports)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("KDTREE_MODE", "off")
+    variables = {"KDTREE_MODE": "off", "KDTREE_LOG_LEVEL": "info"}
+    found = probe.doctor(tmp_path, [gpu("a", 1.5), gpu("b", 3)], variables, False)
+    assert seen == ["GPU-b"]
+    assert "KDTREE_LOG_LEVEL is None and not info: an EnvironmentFile= of the unit sets it" in found["findings"]
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90", "sm_120"])]
+)
+def test_doctor_compiles_the_configuration_that_the_service_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, targets: list[str]
+) -> None:
+    compiled: list[str] = []
+
+    def cached_binary(target: str, cache_dir: Path) -> Path:
+        compiled.append(target)
+        return cache_dir / target
+
+    monkeypatch.setattr(compiling, "cached_binary", cached_binary)
+    monkeypatch.setenv("KDTREE_CACHE_DIR", str(tmp_path))
+    if config:
+        monkeypatch.setenv("KDTREE_CONFIG", config)
+    two = [gpu("a", 1), gpu("b", 1), gpu("c", 1, capability=(12, 0))]
+    probe._compile(json.loads(json.dumps(two)))
+    assert compiled == targets
+
+
+def test_gpu_on_which_the_configuration_does_not_run() -> None:
+    part = gpus.Gpu("RTX PRO 6000", "GPU-1", "Default", (12, 0), "580", 0)
+    assert part.problem("portable") is None
+    assert part.problem("hopper") == "RTX PRO 6000: KDTREE_CONFIG=hopper is not for compute capability 12.0"
+    assert "too old" in (gpus.Gpu("T4", "GPU-1", "Default", (7, 5), "580", 0).problem("hopper") or "")
 
 
 # -------------------------------------------------------------------------------------------------------- sitecustomize

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.host import look, preflight, systemd
+from deploy.host import gpus, look, preflight, service, status, systemd
 from deploy.host.command import Command, Refused
 from deploy.host.look import Look
 from deploy.host.preflight import Report
+from deploy.host.release import drop_in_text
 from deploy.host.systemd import State, Unit, environment_of
 
 PREFIX = Path("/opt/kdtree")
@@ -92,6 +94,8 @@ def test_unit_in_which_there_is_nothing_to_find() -> None:
         ({"TemporaryFileSystem": [["/opt", "ro"]]}, "TemporaryFileSystem= hides /opt"),
         ({"InaccessiblePaths": ["-/opt/kdtree"]}, "InaccessiblePaths= hides /opt/kdtree"),
         ({"ProtectHome": "tmpfs", "prefix": Path("/root/kdtree")}, "ProtectHome=tmpfs hides /root"),
+        ({"UnsetEnvironment": ["LANG", "PYTHONPATH"]}, "UnsetEnvironment= takes PYTHONPATH away"),
+        ({"UnsetEnvironment": ["KDTREE_MODE=on"]}, "UnsetEnvironment= takes KDTREE_MODE away"),
         ({"ExecStartEx": [[PYTHON, [PYTHON], ["privileged"]]]}, "not started as its User=nobody"),
         ({"ExecStartEx": [[PYTHON, [PYTHON], ["no-setuid"]]]}, "not started as its User=nobody"),
     ],
@@ -122,8 +126,47 @@ def test_active_unit_that_does_not_answer(
     seen = Look(StandIn(active), PREFIX)
     seen.pending = pending
     report = Report()
-    preflight._command(Command(PYTHON, frozenset(), ["-m", "sglang.launch_server"]), seen, report)
+    preflight._command(Command(PYTHON, frozenset(), ["-m", "sglang.launch_server"]), seen, None, report)
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
+
+
+def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
+    overrides = {"KDTREE_LOG_LEVEL": "error", "KDTREE_CONFIG": "", "LANG": "C"}
+    report = Report()
+    command = Command(PYTHON, frozenset(), SPECULATES.split(), overrides)
+    preflight._command(command, Look(StandIn(), PREFIX), None, report)
+    assert [text.split(",")[0] for text in report.findings] == [
+        "the command line itself sets KDTREE_LOG_LEVEL=error",
+        "the command line itself removes KDTREE_CONFIG",
+    ]
+
+
+SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (SPECULATES, ""),
+        ("--prefill-attention-backend fa3 --decode-attention-backend=triton --speculative-algo EAGLE", ""),
+        ("--speculative-algorithm EAGLE", ""),  # SGLang chooses, and the warning says what may come of it
+        (SPECULATES.replace("triton", "flashinfer"), "--attention-backend flashinfer: the patch serves triton"),
+        ("--attention-backend triton", "no --speculative-algorithm"),
+        (f"{SPECULATES} --enable-deterministic-inference", "--enable-deterministic-inference"),
+        ("--attention-backend fa3 --config x.yaml --tp 1", ""),
+    ],
+)
+def test_what_every_worker_would_decline_for_is_found_before_the_restart(
+    monkeypatch: pytest.MonkeyPatch, options: str, said: str
+) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
+    command = Command(PYTHON, frozenset(), ["-m", "sglang.launch_server", *options.split()])
+    for mode, finds in ((None, bool(said)), ("on", bool(said)), ("off", False)):
+        report = Report()
+        preflight._command(command, Look(StandIn(), PREFIX), mode, report)
+        assert bool(report.findings) == finds
+        assert not finds or said in report.findings[0]
 
 
 # ------------------------------------------------------------------------------------------------ the running process
@@ -160,6 +203,34 @@ def test_what_cannot_be_expanded_is_read_from_the_running_process(
         command_of(monkeypatch, argv, [], **values)
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PYTHONPATH": "/mine"}, ""),
+        ({"PYTHONPATH": "/other"}, "it sets PYTHONPATH itself"),
+        ({"PYTHONPATH": "/mine", "KDTREE_LOG_LEVEL": "error"}, "it sets KDTREE_LOG_LEVEL itself"),
+        ({"PYTHONPATH": "/mine", "KDTREE_MODE": "shadow", "LANG": "C"}, ""),
+    ],
+)
+def test_variable_that_a_script_sets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, units: Path, variables: dict[str, str], said: str
+) -> None:
+    words = {"cmdline": RUNNING, "environ": [f"{name}={value}" for name, value in variables.items()]}
+    monkeypatch.setattr(look, "is_file", lambda path: True)
+    monkeypatch.setattr(look, "_descendants", lambda pid: [pid])
+    monkeypatch.setattr(look, "_words", lambda pid, name: words[name])
+    path = units / "x.service"
+    path.write_text("[Service]\nEnvironment=PYTHONPATH=/mine\n")
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    seen = Look(StandIn(ExecStart=[["/opt/start.sh", ["/opt/start.sh"]]], Environment=["PYTHONPATH=/mine"]), PREFIX)
+    monkeypatch.setattr(look, "read_head", lambda path: "#!/bin/sh\n")
+    if said:
+        with pytest.raises(Refused, match=said):
+            seen.command()
+    else:
+        assert seen.command().option("--tp") == "8"
+
+
 def test_environment_of_the_unit_is_expanded_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"Environment": ["ARGS=-m x --tp 4 --port 81", "SECRET_KEY=k"]}
     found = command_of(monkeypatch, [PYTHON, "$ARGS", "--api-key", "${SECRET_KEY}"], [], **values)
@@ -176,3 +247,182 @@ def test_what_systemd_says_wins_over_the_text_of_unit_files(monkeypatch: pytest.
     monkeypatch.setattr(StandIn, "files", lambda self: [path])
     assert environment_of([path.read_text()]) == {"CUDA_VISIBLE_DEVICES": "%i"}
     assert Look(StandIn(Environment=["CUDA_VISIBLE_DEVICES=3"]), PREFIX).variables() == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+# ------------------------------------------------------------------------------------------------ specifiers, templates
+
+
+def look_at(monkeypatch: pytest.MonkeyPatch, units: Path, name: str, text: str, says: str, ours: str = "") -> Look:
+    """A unit with this PYTHONPATH in its file, of which systemd says that. `ours`: what our drop-in was made with."""
+    path = units / "x.service"
+    path.write_text(f'[Service]\nEnvironment="PYTHONPATH={text}"\n')
+    unit = StandIn(Environment=[f"PYTHONPATH={says}"])
+    unit.name = name
+    paths = [path]
+    if ours:
+        unit.drop_in.parent.mkdir()
+        unit.drop_in.write_text(drop_in_text(PREFIX / "releases" / "1-a", ours, "on", 1000))
+        paths.append(unit.drop_in)
+        values = environment_of([unit.drop_in.read_text()])
+        unit._values["Environment"] = [f"{key}={value}" for key, value in values.items()]
+    monkeypatch.setattr(StandIn, "files", lambda self: paths)
+    return Look(unit, PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("x@k26.service", "/srv/%i:/srv/%p/%j", "/srv/k26:/srv/x/x"),
+        ("x@a-b\\x2dc.service", "/srv/%i:/srv/%I", "/srv/a-b\\x2dc:/srv/a/b-c"),
+        ("a-b.service", "%h/%N/%n/%J", "/root/a-b/a-b.service/b"),
+        ("x.service", "%S/%C/%L/%E/%t/%T/%V/%u/%U", "/var/lib//var/cache//var/log//etc//run//tmp//var/tmp/root/0"),
+        ("x.service", "/srv/100%%/%%i", "/srv/100%/%i"),
+    ],
+)
+def test_specifiers_in_python_path(
+    monkeypatch: pytest.MonkeyPatch, units: Path, name: str, text: str, found: str
+) -> None:
+    text = text.replace("\\", "\\\\")
+    assert look_at(monkeypatch, units, name, text, says=found).python_path == found
+    assert look_at(monkeypatch, units, name, text, says="", ours=found).python_path == found
+
+
+def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
+    monkeypatch: pytest.MonkeyPatch, units: Path
+) -> None:
+    with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without that specifier"):
+        look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123")
+    with pytest.raises(Refused, match="is '/srv/%b': write it without that specifier"):
+        look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before")
+
+
+# ----------------------------------------------------------------------------------------------- variables, mode, plan
+
+
+def reserved(monkeypatch: pytest.MonkeyPatch, own: dict[str, str], arrives: dict[str, str]) -> Report:
+    seen = Look(StandIn(), PREFIX)
+    seen.own = own
+    report = Report()
+    report.data["probe"] = {"python_path": seen.python_path, "kdtree": arrives}
+    preflight._reserved(seen, report)
+    return report
+
+
+def test_log_level_that_would_hide_what_confirms_is_overridden_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = reserved(monkeypatch, {"KDTREE_LOG_LEVEL": "warning"}, {})
+    assert report.findings == []
+    assert "KDTREE_LOG_LEVEL=warning; the drop-in comes on top of it: without the lines of" in report.warnings[0]
+    text = drop_in_text(PREFIX / "releases" / "1-a", "", "on", 0)
+    assert environment_of(["[Service]\nEnvironment=KDTREE_LOG_LEVEL=warning\n", text])["KDTREE_LOG_LEVEL"] == "info"
+
+
+@pytest.mark.parametrize("name", ["KDTREE_LOG_LEVEL", "KDTREE_MODE", "KDTREE_GUARD_REL"])
+@pytest.mark.parametrize("own", [{}, {"KDTREE_LOG_LEVEL": "info", "KDTREE_MODE": "on", "KDTREE_GUARD_REL": "0.1"}])
+def test_variable_from_a_file_is_refused_whatever_the_unit_says(
+    monkeypatch: pytest.MonkeyPatch, name: str, own: dict[str, str]
+) -> None:
+    """A file wins over Environment=, and so over our drop-in."""
+    value = {"KDTREE_LOG_LEVEL": "error", "KDTREE_MODE": "off", "KDTREE_GUARD_REL": "0.2"}[name]
+    report = reserved(monkeypatch, own, {name: value})
+    assert f"{name}={value} comes from an EnvironmentFile= of the unit" in report.findings[0]
+    report = reserved(monkeypatch, {"KDTREE_GUARD_REL": "0.1"}, {"KDTREE_GUARD_REL": "0.1"})
+    assert report.findings == [] and "stays as it is" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "said"),
+    [
+        (None, None, "on (now: stock)"),
+        (None, "shadow", "shadow (now: stock)"),
+        ("shadow", None, "shadow, which the unit has: MODE=on changes it"),
+        ("on", None, "on, which the unit has: MODE=shadow changes it"),
+        ("shadow", "on", "on (now: shadow)"),
+    ],
+)
+def test_mode_is_said_and_where_it_comes_from(has: str | None, wanted: str | None, said: str) -> None:
+    seen = Look(StandIn(), PREFIX)
+    seen.drop_in = drop_in_text(PREFIX / "releases" / "1-a", "", has, 0) if has else None
+    report = Report()
+    report.data["probe"] = {"tag": "cp312"}
+    preflight._plan({"release": "2-b", "mode": wanted}, seen, report)
+    assert ["mode", said] in report.facts
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "said"),
+    [
+        ("hopper", "9.0", ""),
+        ("hopper", "12.0", "KDTREE_CONFIG=hopper is not for compute capability 12.0"),
+        ("", "12.0", ""),
+        ("Hopper ", "12.0", "KDTREE_CONFIG=hopper is not for"),
+        ("", "7.5", "too old"),
+        ("nonsense", "12.0", ""),  # refused where the variables are
+    ],
+)
+def test_configuration_that_no_gpu_here_has(
+    monkeypatch: pytest.MonkeyPatch, config: str, capability: str, said: str
+) -> None:
+    line = f"A GPU, GPU-1, Default, {capability}, 580.95.05, 90000\n"
+    monkeypatch.setattr(gpus, "run", lambda *words: line)
+    report = Report()
+    preflight._gpus(Look(StandIn(Environment=[f"KDTREE_CONFIG={config}"]), PREFIX).config, report)
+    assert (said in "".join(report.findings)) and bool(said) == bool(report.findings)
+
+
+# ---------------------------------------------------------------------------------------------- transactions under way
+
+UNDER_WAY = f"""Id=kdtree-deploy-00.service
+Description=deploy of x.service by me@there: 1-a, mode on
+ActiveState=active
+MainPID=1
+ExecMainStartTimestampMonotonic=1000000
+
+Id=kdtree-deploy-01.service
+Description=undeploy of y.service by me@there
+ActiveState=failed
+MainPID=0
+ExecMainStartTimestampMonotonic=1000000
+
+Id=kdtree-deploy-02.service
+Description=undeploy of y.service by the one who asks
+ActiveState=active
+MainPID={os.getpid()}
+ExecMainStartTimestampMonotonic=1000000
+"""
+
+
+def test_transactions_under_way_are_told_with_step_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "==> release\n    in place\n==> switch\n    restarting x\n"
+    monkeypatch.setattr(systemd, "run", lambda program, *_, **__: UNDER_WAY if program == "systemctl" else lines)
+    monkeypatch.setattr(systemd.time, "monotonic", lambda: 46.2)
+    (found,) = systemd.transactions()
+    assert str(found) == "deploy of x.service by me@there: 1-a, mode on, for 45 s, now at step switch"
+    assert found.unit == "x.service" and found.line == "restarting x"
+    monkeypatch.setattr(systemd, "run", lambda *_, **__: "")
+    assert systemd.transactions() == []
+
+
+@pytest.mark.parametrize("of", ["x.service", "y.service", None])
+@pytest.mark.parametrize("pending", [True, False])
+def test_status_tells_a_deployment_under_way_from_one_that_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, of: str | None, pending: bool
+) -> None:
+    going = [systemd.UnderWay(f"deploy of {of} by me: 1-a", 9, "switch", "restarting")] if of else []
+    unit = StandIn()
+    monkeypatch.setattr(status, "transactions", lambda: going)
+    monkeypatch.setattr(status, "Unit", lambda name: unit if name == "x.service" else StandIn2(name))
+    monkeypatch.setattr(StandIn, "exists", True)
+    monkeypatch.setattr(look, "is_file", lambda path: True)
+    monkeypatch.setattr(look, "read_json", lambda path: {"drop_in": None} if path.name[0] == "p" and pending else None)
+    monkeypatch.setattr(status.service, "healthy", lambda url: False)
+    monkeypatch.setattr(status, "journal_of", lambda *_: service.Journal("0" * 32))
+    answer = status.status({"unit": "x.service", "prefix": "/nowhere"})
+    assert (answer["findings"] == []) == (not pending or of == "x.service")
+    assert any("cut off" in text for text in answer["findings"]) == (pending and of != "x.service")
+    facts = dict(answer["facts"])
+    assert facts.get("under way") == (f"deploy of {of} by me: 1-a, for 9 s, now at step switch" if of else None)
+
+
+class StandIn2:
+    def __init__(self, name: str):
+        self.name = name

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pwd
+import shutil
 import signal
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.host import look, release, systemd, transaction
-from deploy.host.command import Refused
+from deploy.host import look, release, service, systemd, transaction
+from deploy.host.command import Command, Refused
 from deploy.host.look import Look, Place, ownership_problem
 from deploy.host.release import drop_in_text
 from deploy.host.service import Failed
@@ -28,6 +31,7 @@ class StandIn:
     """A unit whose files are real, and which systemd has read whenever `refresh` was called."""
 
     name = NAME
+    exists = True
     argv = ["/bin/sh", "/opt/start.sh"]
     is_literal = False
     user = pwd.struct_passwd(("nobody", "x", 65534, 65534, "", "/", "/bin/false"))
@@ -85,9 +89,9 @@ def drop_in(place: Place, name: str) -> None:
     path.write_text(text_of(place, name))
 
 
-def begun(place: Place, action: str = "deploy") -> Transaction:
+def begun(place: Place, action: str = "deploy", **more: Any) -> Transaction:
     order = {"action": action, "unit": NAME, "prefix": str(place.prefix), "timeout": 1, "by": "somebody"}
-    return Transaction({**order, "mode": "on", "release": NEW, "archive": ""})
+    return Transaction({**order, "mode": "on", "release": NEW, "archive": "", **more})
 
 
 def switch(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -164,6 +168,173 @@ def test_folder_of_drop_ins_that_is_a_link(place: Place, monkeypatch: pytest.Mon
     assert not place.pending.exists() and folder.is_symlink() and list(folder.iterdir()) == []
 
 
+# ----------------------------------------------------------------------------------------- the mode, and its way back
+
+
+def deployed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, action: str, name: str = NEW, mode: str | None = None
+) -> str:
+    """A deployment or a rollback that goes well. Returns what the unit has then, and what it would go back to."""
+
+    class Confirmed:
+        journal, invocation = None, "2" * 32
+
+        def confirm(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(Transaction, "start", lambda *_, **__: Confirmed())
+    monkeypatch.setattr(Transaction, "doctor", lambda *_: None)
+    monkeypatch.setattr(service, "healthy", lambda url: True)
+    doing = begun(place, action, release=name, mode=mode)
+    doing._command = Command("/venv/bin/python", frozenset(), [])
+    doing.run()
+    assert doing.outcome == "done" and not place.pending.exists()
+    unit, state = StandIn(NAME), json.loads(place.state.read_text())
+    assert look.release_of(unit.drop_in.read_text(), place) == state["release"]
+    assert look.mode_of(unit.drop_in.read_text()) == state["mode"]
+    before = state["previous"] or {}
+    return f"{state['release']} {state['mode']}, before {before.get('release')} {before.get('mode')}"
+
+
+def test_deployment_that_names_no_mode_keeps_the_one_that_the_unit_has(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deployed(place, monkeypatch, "deploy", OLD, "shadow") == f"{OLD} shadow, before {OLD} on"
+    assert deployed(place, monkeypatch, "deploy", NEW) == f"{NEW} shadow, before {OLD} shadow"
+    assert deployed(place, monkeypatch, "deploy", NEW, "on") == f"{NEW} on, before {NEW} shadow"
+
+
+def test_mode_of_a_unit_without_a_deployment_and_of_one_whose_change_was_cut_off(place: Place) -> None:
+    seen = Look(StandIn(NAME), place.prefix)  # type: ignore[arg-type]
+    seen.drop_in = None
+    assert seen.mode(None) == "on" and seen.mode("off") == "off"
+    seen.drop_in = drop_in_text(place.releases / NEW, "/mine", "off", 65534)
+    seen.pending = {"drop_in": drop_in_text(place.releases / OLD, "/mine", "shadow", 65534)}
+    assert seen.mode(None) == "shadow"
+    seen.pending = {"drop_in": None}
+    assert seen.mode(None) == "on"
+
+
+def test_rollback_undoes_a_change_of_mode(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed(place, monkeypatch, "deploy", OLD, "shadow")
+    deployed(place, monkeypatch, "deploy", OLD, "on")
+    assert deployed(place, monkeypatch, "rollback") == f"{OLD} shadow, before None None"
+    begun(place, "rollback").run()  # nothing to do
+    assert look.mode_of(StandIn(NAME).drop_in.read_text()) == "shadow"
+    assert deployed(place, monkeypatch, "deploy", NEW) == f"{NEW} shadow, before {OLD} shadow"
+
+
+def test_deployment_confirmed_anew_leaves_the_way_back_as_it_was(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed(place, monkeypatch, "deploy", NEW)
+    StandIn(NAME).drop_in.unlink()
+    assert deployed(place, monkeypatch, "deploy", NEW) == f"{NEW} on, before {OLD} on"
+
+
+# ----------------------------------------------------------------------------------------------- what a failure leaves
+
+
+@pytest.fixture
+def fresh(place: Place, tmp_path: Path) -> Place:
+    """Nothing has been deployed yet, and an archive has been sent."""
+    shutil.rmtree(place.prefix)
+    shutil.rmtree(StandIn(NAME).drop_in.parent)
+    archive = place.prefix / "incoming" / f"{NEW}-00c0ffee.tar"
+    archive.parent.mkdir(parents=True)
+    with tarfile.open(archive, "w") as tar:
+        for name in (release.MANIFEST, "wheels/none"):
+            content = b'{"wheel_key": 0}'
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return place
+
+
+def failing(place: Place, monkeypatch: pytest.MonkeyPatch, where: str) -> Transaction:
+    """A deployment that fails in a step."""
+    archives = list((place.prefix / "incoming").glob("*.tar"))
+
+    def fails(self: Transaction, *words: Any, **_: Any) -> Any:
+        self.must_restart = where == "start"
+        if words[0] != "as it was before":
+            raise Failed("it is no good")
+
+    monkeypatch.setattr(Transaction, "doctor", lambda *_: None)
+    monkeypatch.setattr(Transaction, where, fails)
+    doing = begun(place, release=NEW, archive=str(archives[0]) if archives else "")
+    doing._command = Command("/venv/bin/python", frozenset(), [])
+    with pytest.raises(Failed, match="it is no good"):
+        doing.run()
+    return doing
+
+
+@pytest.mark.parametrize(
+    ("where", "outcome"), [("doctor", "untouched"), ("check_environment", "untouched"), ("start", "restored")]
+)
+def test_first_deployment_that_fails_leaves_nothing(
+    fresh: Place, monkeypatch: pytest.MonkeyPatch, where: str, outcome: str
+) -> None:
+    assert failing(fresh, monkeypatch, where).outcome == outcome
+    assert not fresh.prefix.exists() and not StandIn(NAME).drop_in.parent.exists()
+
+
+def test_first_deployment_that_fails_leaves_what_others_have_and_says_so(
+    fresh: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Place(fresh.prefix, "other.service")
+    other.records.mkdir(parents=True)
+    other.state.write_text(json.dumps({"release": OLD}))
+    failing(fresh, monkeypatch, "start")
+    assert other.state.exists() and not fresh.records.exists() and list(release.manifests(fresh)) == [NEW]
+    assert f"{fresh.releases / NEW} stays, for another try; `make undeploy` removes it" in capsys.readouterr().out
+
+
+def test_archive_on_its_way_for_another_unit_is_left_to_it(
+    fresh: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = fresh.prefix / "incoming" / f"{OLD}-0badcafe.tar"
+    theirs.touch()
+    failing(fresh, monkeypatch, "doctor")
+    assert theirs.exists() and release.left_over(fresh) == [str(theirs)]
+    begun(fresh, "undeploy").run()
+    assert not fresh.prefix.exists()
+    assert f"removed what was left over: {theirs}" in capsys.readouterr().out
+
+
+def test_way_back_that_fails_keeps_everything_that_it_needs(fresh: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(self: Transaction, *_: Any, **__: Any) -> Any:
+        self.must_restart = True
+        raise Failed("it is no good")
+
+    monkeypatch.setattr(Transaction, "doctor", lambda *_: None)
+    monkeypatch.setattr(Transaction, "start", dead)
+    doing = begun(fresh, release=NEW, archive=str(next((fresh.prefix / "incoming").iterdir())))
+    doing._command = Command("/venv/bin/python", frozenset(), [])
+    with pytest.raises(Failed, match="DOES NOT START EITHER"):
+        doing.run()
+    assert doing.outcome == "broken" and fresh.pending.exists() and release.manifests(fresh)
+
+
+def test_archive_goes_where_the_transaction_cannot_even_begin(
+    fresh: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    archive = next((fresh.prefix / "incoming").iterdir())
+    monkeypatch.setattr(transaction, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(systemd, "transactions", lambda: [])
+    lock = transaction.lock_the_host()
+    order = {"action": "deploy", "unit": NAME, "prefix": str(fresh.prefix), "timeout": 1, "by": "b", "mode": None}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        (tmp_path / "code").touch()
+        whole = {**order, "release": NEW, "archive": str(archive), "code": str(tmp_path / "code")}
+        assert transaction.run_order(whole) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(lock)
+    answer = transaction.wire.answer_in(capfd.readouterr().out) or {}
+    assert answer["outcome"] == "untouched" and "somebody else is at work (just ending)" in answer["reason"]
+    assert not archive.exists()
+
+
 # ----------------------------------------------------------------------------------------------------- what is believed
 
 
@@ -229,6 +400,19 @@ def test_folder_below_prefix_that_somebody_else_could_change(below: str) -> None
         if folder.parent != top:
             folder.parent.rmdir()
         top.rmdir()
+
+
+def test_unit_that_is_gone_is_refused_and_undeploy_takes_the_rest_of_it_away(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StandIn, "exists", False)
+    monkeypatch.setattr(StandIn, "argv", property(lambda self: [][0]))
+    for action in ("deploy", "rollback"):
+        with pytest.raises(Refused, match=f"there is no unit {NAME} here"):
+            begun(place, action)
+    begun(place, "undeploy").run()
+    assert not place.prefix.exists() and not StandIn(NAME).drop_in.parent.exists()
+    assert "cannot be restarted, and keeps what it has loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["deploy", "rollback"])

@@ -39,7 +39,7 @@ def options(**words: str) -> Options:
 
 
 def test_defaults() -> None:
-    assert options() == Options((Host("h1", "root"),), "sglang.service", "on", "/opt/kdtree", 1200, False, False)
+    assert options() == Options((Host("h1", "root"),), "sglang.service", None, "/opt/kdtree", 1200, False, False)
 
 
 def test_everything() -> None:
@@ -85,6 +85,36 @@ def test_hostile_word_is_refused(name: str, word: str) -> None:
 def test_other_things_that_are_refused(name: str, word: str) -> None:
     with pytest.raises(UsageError, match=name):
         options(**{name: word})
+
+
+@pytest.mark.parametrize(
+    ("word", "host"),
+    [
+        ("root@[::1]", Host("::1", "root")),
+        ("[fd00::2]:2222", Host("fd00::2", None, 2222)),
+        ("[::ffff:10.0.0.1]", Host("::ffff:10.0.0.1")),
+    ],
+)
+def test_address_of_six_versions(word: str, host: Host) -> None:
+    given = options(HOST=word).hosts[0]
+    assert given == host and str(given) == word
+
+
+@pytest.mark.parametrize("word", ["root@::1", "::1", "fd00::2:2222"])
+def test_address_whose_port_cannot_be_told_is_sent_into_brackets(word: str) -> None:
+    """fd00::2:2222 is an address, and may be meant as one with a port."""
+    user, _, address = word.rpartition("@")
+    with pytest.raises(UsageError, match="goes into brackets") as caught:
+        options(HOST=word)
+    assert str(caught.value).endswith(f"HOST={user and user + '@'}[{address}]")
+
+
+@pytest.mark.parametrize(
+    "word", ["[::1", "::1]", "[h1]", "[::g]", "[fe80::1%eth0]", "fe80::1%eth0", "[::1]x", "[]", "[10.0.0.1]"]
+)
+def test_address_that_is_none(word: str) -> None:
+    with pytest.raises(UsageError, match="is no host: .* in brackets for NAME"):
+        options(HOST=word)
 
 
 @pytest.fixture

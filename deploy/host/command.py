@@ -272,7 +272,8 @@ def _through_shell(program: str, words: list[str], overrides: dict[str, str], pa
     # Port and ranks may be in it, and a default in their place would be a guess.
     for word in last:
         if "$" in word:
-            raise Opaque(f"the command of {program} -c has {word} in it, whose value cannot be known")
+            variable = word[word.index("$") :]  # what stands before it may be a key
+            raise Opaque(f"the command of {program} -c has {variable} in it, whose value cannot be known")
     return last, path
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from deploy.host import command as commands
 from deploy.host.command import Command, Opaque, Refused
-from deploy.host.systemd import SystemdError, Unit, environment_of
+from deploy.host.systemd import SystemdError, Unit, environment_of, specifiers_of
+from kdtree_patch.settings import CONFIGS
 
-RESERVED = ("PYTHONPATH", "KDTREE_MODE", "KDTREE_CACHE_DIR")
+# What our drop-in sets.
+RESERVED = ("PYTHONPATH", "KDTREE_MODE", "KDTREE_CACHE_DIR", "KDTREE_LOG_LEVEL")
 # Of the unit's own Environment=, what a process of ours is started with. Not all of it: it shows in the list of
 # processes, and units keep tokens there. Environment files are read by systemd, and never by us.
 _PASSED = (
@@ -90,17 +92,26 @@ class Look:
         # A file that is gone is one that systemd has not been told of yet: see reads_stale.
         texts = {path: text for path in unit.files() if (text := read_text(path)) is not None}
         ours = unit.drop_in.resolve()  # UNIT.d may be a link
-        self.own = environment_of(text for path, text in texts.items() if path.resolve() != ours)
+        specifiers = specifiers_of(unit.name)
+        self.own = environment_of((text for path, text in texts.items() if path.resolve() != ours), specifiers)
         # True after an edit, and after a transaction that died between a file and the daemon-reload for it.
         self.reads_stale = bool(unit["NeedDaemonReload"])
         # The same reading with our drop-in must give what systemd says, or it is not to be trusted.
-        everything = environment_of(texts.values())
+        everything = environment_of(texts.values(), specifiers)
         for name in () if self.reads_stale else RESERVED:
             if everything.get(name) != unit.environment.get(name):
                 raise Refused(
                     f"{name} in the files of {unit.name} reads {everything.get(name)!r}, but systemd has "
-                    f"{unit.environment.get(name)!r}: write it without specifiers"
+                    f"{unit.environment.get(name)!r}: write it without that specifier or quoting"
                 )
+        # Under our drop-in, systemd does not tell what a specifier that we do not know has come to.
+        deployed = environment_of([self.drop_in or ""]).get("PYTHONPATH", "").partition(":")[2]
+        if self.drop_in is not None and "%" in self.python_path and self.python_path != deployed:
+            raise Refused(f"PYTHONPATH of {unit.name} is {self.python_path!r}: write it without that specifier")
+
+    def mode(self, wanted: str | None) -> str:
+        """The mode of a deployment: the one that is asked for, or else the one that the unit was last confirmed in."""
+        return wanted or mode_of(self.pending["drop_in"] if self.pending else self.drop_in) or "on"
 
     @property
     def python_path(self) -> str:
@@ -115,10 +126,14 @@ class Look:
 
     def variables(self) -> dict[str, str]:
         """What a process of ours that asks on the unit's behalf is started with."""
-        kept = {name: value for name, value in self.unit.environment.items() if passed(name)}
-        for name in RESERVED:
-            kept.pop(name, None)
-        return kept | {name: self.own[name] for name in RESERVED if name in self.own}
+        kept = {name: value for name, value in self.unit.environment.items() if passed(name) and name not in RESERVED}
+        return kept | ({"PYTHONPATH": self.own["PYTHONPATH"]} if "PYTHONPATH" in self.own else {})
+
+    @property
+    def config(self) -> str:
+        """The configuration of the kernel that the unit asks for. One that there is none of is for others to refuse."""
+        value = self.unit.environment.get("KDTREE_CONFIG", "").strip().lower()
+        return value if value in CONFIGS else CONFIGS[0]
 
     def command(self) -> Command:
         """The Python that the unit runs. Where ExecStart does not tell, the running service does."""
@@ -147,11 +162,14 @@ class Look:
                 found = commands.unwrap(argv, environ, read_head, is_file)
             except Refused:
                 continue
-            if environ.get("PYTHONPATH", "") != self.unit.environment.get("PYTHONPATH", ""):
-                raise Refused(
-                    f"{opaque}; it sets PYTHONPATH itself (the running service has {environ.get('PYTHONPATH')!r}): "
-                    "move that into Environment= of the unit"
-                ) from opaque
+            # The mode and the cache of a service change with a deployment that has not restarted it yet.
+            names = {name for name in environ if name.startswith("KDTREE_")} - {"KDTREE_MODE", "KDTREE_CACHE_DIR"}
+            for name in ("PYTHONPATH", *sorted(names)):
+                if environ.get(name, "") != self.unit.environment.get(name, ""):
+                    raise Refused(
+                        f"{opaque}; it sets {name} itself (the running service has {environ.get(name)!r}): move that "
+                        "into Environment= of the unit"
+                    ) from opaque
             found.wrappers.append(f"{os.path.basename(self.unit.argv[0])} (seen in the running service)")
             return found
         raise Refused(f"{opaque}, and no Python with SGLang in its command line is running under it") from opaque
@@ -254,7 +272,7 @@ def workers_of(command: Command) -> int:
         return int(value)
 
     tensor = number("--tp", "--tp-size", "--tensor-parallel-size")
-    if command.has("--config") and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
+    if command.option("--config") is not None and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
         raise Refused("the service's --config may set the tensor-parallel size: write --tp into ExecStart")
     ranks = tensor * number("--pp", "--pp-size", "--pipeline-parallel-size")
     if not command.has("--enable-dp-attention"):
@@ -273,6 +291,11 @@ def health_url(command: Command) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(host, host)
     scheme = "https" if command.option("--ssl-keyfile") else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def mode_of(drop_in: str | None) -> str | None:
+    """The KDTREE_MODE that a drop-in sets."""
+    return environment_of([drop_in or ""]).get("KDTREE_MODE")
 
 
 def drop_in_problem(drop_in: str | None, place: Place) -> str | None:

@@ -79,10 +79,10 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
         report.find(problem)
     user = unit.user
     command = seen.command()
-    _command(command, seen, report)
+    _command(command, seen, order["mode"], report)
     _prefix(seen.place, user.pw_uid, report)
     _hidden(unit, seen.place.prefix, report)
-    _gpus(command, report)
+    _gpus(seen.config, report)
     if report.findings:
         return
     _probe(command, seen, report)
@@ -100,7 +100,7 @@ def _system() -> str:
 def _somebody_else(report: Report) -> None:
     under_way = transactions()
     if under_way:
-        report.find(f"somebody else is at work on this host ({'; '.join(under_way)}): see `make status`")
+        report.find(f"somebody else is at work on this host ({'; '.join(map(str, under_way))}): see `make status`")
 
 
 def _alike(name: str) -> str:
@@ -124,8 +124,8 @@ def _unit(unit: Unit, report: Report) -> None:
         report.find("RootDirectory= or RootImage= gives it a file system of its own, in which PREFIX is not")
     if set(unit.flags) & {"privileged", "no-setuid"} and unit["User"]:
         report.find(f"its ExecStart begins with + or !, and so is not started as its User={unit['User']}: remove that")
-    if "PYTHONPATH" in {word.partition("=")[0] for word in unit["UnsetEnvironment"]}:
-        report.find("UnsetEnvironment= takes PYTHONPATH away: remove it there")
+    for name in sorted(set(look.RESERVED) & {word.partition("=")[0] for word in unit["UnsetEnvironment"]}):
+        report.find(f"UnsetEnvironment= takes {name} away: remove it there")
     for name in ("StandardOutput", "StandardError"):
         if unit[name] not in _JOURNAL:
             report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
@@ -143,13 +143,19 @@ def _unit(unit: Unit, report: Report) -> None:
     report.find(f"its User={unit['User']} does not exist")
 
 
-def _command(command: Command, seen: Look, report: Report) -> None:
+def _command(command: Command, seen: Look, mode: str | None, report: Report) -> None:
     through = f", through {' '.join(command.wrappers)}" if command.wrappers else ""
     flags = f" with -{''.join(sorted(command.flags))}" if command.flags else ""
     report.fact("interpreter", f"{command.interpreter}{flags}{through}")
     problem = python_path_problem(command)
     if problem:
         report.find(problem)
+    for name, value in command.overrides.items():
+        if name.startswith("KDTREE_"):
+            how = f"sets {name}={value}" if value else f"removes {name}"
+            report.find(
+                f"the command line itself {how}, whatever the unit says: move that into Environment= of the unit"
+            )
     workers = look.workers_of(command)
     url = look.health_url(command)
     health = _health(url)
@@ -159,10 +165,28 @@ def _command(command: Command, seen: Look, report: Report) -> None:
             f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
             "write --host and --port into ExecStart"
         )
-    if command.option("--attention-backend") != "triton":
-        report.warn("the service is not started with --attention-backend triton: the patch serves no other backend")
-    if not command.option("--speculative-algorithm"):
-        report.warn("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
+    if seen.mode(mode) != "off":
+        _would_decline(command, report)
+
+
+def _would_decline(command: Command, report: Report) -> None:
+    """For what every worker would decline, or never come to be asked: the command line tells before the restart."""
+    # Options may also come from a file, which we do not read.
+    find = report.find if command.option("--config") is None else report.warn
+    names = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+    backends = [f"{name} {value}" for name in names if (value := command.option(name))]
+    if backends and not any(backend.endswith(" triton") for backend in backends):
+        find(f"the service is started with {', '.join(backends)}: the patch serves triton and no other")
+    elif not backends:
+        report.warn(
+            "the service is not started with --attention-backend triton: if SGLang chooses another one, no worker "
+            "loads the patch, and the deployment is taken back"
+        )
+    # Python's argument parser takes beginnings of names, too.
+    if not any(word.startswith("--speculative-algo") for word in command.arguments):
+        find("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
+    if command.has("--enable-deterministic-inference"):
+        find("the service is started with --enable-deterministic-inference, with which the patch does not serve")
 
 
 def _health(url: str) -> str:
@@ -199,7 +223,7 @@ def _hidden(unit: Unit, prefix: Path, report: Report) -> None:
             report.find(f"{setting} hides {path}, in which {prefix} lies, from the service: choose another PREFIX")
 
 
-def _gpus(command: Command, report: Report) -> None:
+def _gpus(config: str, report: Report) -> None:
     try:
         found = gpus.on_this_host()
     except SystemdError as error:
@@ -208,12 +232,13 @@ def _gpus(command: Command, report: Report) -> None:
     for gpu in dict.fromkeys((gpu.name, gpu.capability, gpu.driver) for gpu in found):
         same = [other for other in found if (other.name, other.capability, other.driver) == gpu]
         free = max(other.free_bytes for other in same) / (1 << 30)
-        about = f"compute capability {gpu[1][0]}.{gpu[1][1]}, driver {gpu[2]}, up to {free:.1f} GiB free"
+        about = f"compute capability {same[0].about_capability}, driver {gpu[2]}, up to {free:.1f} GiB free"
         report.fact("GPU", f"{len(same)} x {gpu[0]}, {about}")
     if not found:
         report.find("nvidia-smi lists no GPU")
-    elif not any(gpu.target for gpu in found):
-        report.find("; ".join(dict.fromkeys(gpu.problem for gpu in found)))
+    problems = [gpu.problem(config) for gpu in found]
+    if all(problems):
+        report.findings += dict.fromkeys(problem for problem in problems if problem)
 
 
 def _probe(command: Command, seen: Look, report: Report) -> None:
@@ -260,14 +285,17 @@ def _reserved(seen: Look, report: Report) -> None:
             "EnvironmentFile= or the manager sets it, over which a drop-in has no power: move it into Environment="
         )
     for name, value in facts["kdtree"].items():
-        if name in seen.own:
-            report.warn(
-                f"the unit itself sets {name}={value}; ours comes on top"
-                if name in look.RESERVED
-                else f"the unit itself sets {name}={value}, which stays as it is"
+        if name in look.RESERVED or seen.own.get(name) != value:  # of the reserved ones we have passed none on
+            report.find(
+                f"{name}={value} comes from an EnvironmentFile= of the unit, over which a drop-in has no power: "
+                "remove it there"
             )
         else:
-            report.find(f"{name}={value} comes from an EnvironmentFile= of the unit: remove it there")
+            report.warn(f"the unit itself sets {name}={value}, which stays as it is")
+    for name in look.RESERVED[1:]:
+        if name in seen.own:
+            value = seen.own[name]
+            report.warn(f"the unit itself sets {name}={value}; the drop-in comes on top of it{_WHY.get(name, '')}")
     try:
         Settings.from_environ(facts["kdtree"])
     except SettingError as error:
@@ -281,10 +309,18 @@ def _reserved(seen: Look, report: Report) -> None:
             report.find(f"PYTHONPATH of the unit already has the patch, in {entry}: take it out there first")
 
 
+# What an operator may not expect of a variable that we set.
+_WHY = {"KDTREE_LOG_LEVEL": ": without the lines of level info no deployment can be confirmed"}
+
+
 def _plan(order: dict[str, Any], seen: Look, report: Report) -> None:
     place: Place = seen.place
     release = place.releases / order["release"]
-    text = drop_in_text(release, seen.python_path, order["mode"], seen.unit.user.pw_uid)
+    mode = seen.mode(order["mode"])
+    has = look.mode_of(seen.drop_in)
+    kept = f", which the unit has: MODE={'shadow' if mode == 'on' else 'on'} changes it"
+    report.fact("mode", mode + (kept if has and not order["mode"] else f" (now: {has or 'stock'})"))
+    text = drop_in_text(release, seen.python_path, mode, seen.unit.user.pw_uid)
     report.data["running"] = look.release_of(seen.drop_in, place)
     if seen.pending:
         report.warn("a change of this unit was cut off before it was confirmed: this run puts that right first")

@@ -84,10 +84,13 @@ def _contract(hide_gpus: bool) -> dict[str, Any]:
         return {"sglang": _version("sglang"), "violations": None, "import_error": detail}
 
 
-def doctor(release: Path, targets: list[str], free_bytes: int, check_contract: bool) -> dict[str, Any]:
+def doctor(
+    release: Path, gpus: list[dict[str, Any]], variables: dict[str, str], check_contract: bool
+) -> dict[str, Any]:
     """Findings about a release, as a worker would meet it; an empty list means that it may be switched to.
 
-    A preflight has just checked the contract of a release that is being deployed; that of an older one is checked here.
+    `gpus` are those of gpus.py, `variables` what a drop-in has set here. A preflight has just checked the contract of a
+    release that is being deployed; that of an older one is checked here.
     """
     findings: list[str] = []
     done: list[str] = []
@@ -97,11 +100,19 @@ def doctor(release: Path, targets: list[str], free_bytes: int, check_contract: b
             f"the sitecustomize of {release} was not loaded: PYTHONPATH is {_python_path()}, and {loaded} was"
         )
         return {"findings": findings, "done": done}
+    for name, value in variables.items():
+        has = os.environ.get(name)
+        if has != value:
+            findings.append(f"{name} is {has} and not {value}: an EnvironmentFile= of the unit sets it")
+    roomy = _with_room(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if roomy is not None:
+        # Before CUDA is initialised, which the compiler does too: from here on this GPU is all there is.
+        os.environ["CUDA_VISIBLE_DEVICES"] = roomy["uuid"]
     sys.path.append(str(release / "vendor"))  # where sitecustomize.py puts it when the backend is imported
     try:
         done += _import_what_a_worker_needs(release)
-        done += _compile(targets)
-        done += _self_test(release, free_bytes, findings)
+        done += _compile(gpus)
+        done += _self_test(release, roomy, findings)
         if check_contract:
             facts = _contract(hide_gpus=True)
             findings += facts["violations"] or ([facts["import_error"]] if "import_error" in facts else [])
@@ -149,12 +160,30 @@ def _command(*words: str) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-def _compile(targets: list[str]) -> list[str]:
+def _with_room(gpus: list[dict[str, Any]], visible: str | None) -> dict[str, Any] | None:
+    """The GPU with the most free memory, if that is enough for a self-test beside the service: one of those that the
+    service may use (CUDA_VISIBLE_DEVICES, whose numbers are taken for nvidia-smi's), and that lets another process in.
+    """
+    chosen = gpus
+    if visible is not None:
+        chosen = []
+        for word in visible.split(","):
+            word = word.strip()
+            named = [gpu for gpu in gpus if word.startswith("GPU-") and gpu["uuid"].startswith(word)]
+            chosen += named or (gpus[int(word) : int(word) + 1] if word.isdigit() else [])
+    free = [gpu for gpu in chosen if gpu["compute_mode"] == "Default" and gpu["free_bytes"] >= SELFTEST_BYTES]
+    return max(free, key=lambda gpu: int(gpu["free_bytes"]), default=None)
+
+
+def _compile(gpus: list[dict[str, Any]]) -> list[str]:
     """What a worker does before it loads the kernel, for every kind of GPU here; what is cached already stays."""
     from kdtree_patch import compile as compiling
     from kdtree_patch.settings import Settings
 
-    cache_dir = Settings.from_environ(os.environ).cache_dir
+    settings = Settings.from_environ(os.environ)
+    cache_dir = settings.cache_dir
+    found = (compiling.cubin_target(tuple(gpu["capability"]), settings.config) for gpu in gpus)
+    targets = list(dict.fromkeys(target for target in found if target))
     paths = [compiling.cached_binary(target, cache_dir) for target in targets]
     for path in paths:
         if path.parent != cache_dir:
@@ -162,11 +191,11 @@ def _compile(targets: list[str]) -> list[str]:
     return [f"kernel for {target}: {path}" for target, path in zip(targets, paths, strict=True)]
 
 
-def _self_test(release: Path, free_bytes: int, findings: list[str]) -> list[str]:
+def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str]) -> list[str]:
     if not (release / "kdtree_patch" / "selftest.py").exists():
         return ["self-test left out: this release has none"]
-    if free_bytes < SELFTEST_BYTES:
-        return [f"self-test left out: no GPU has {SELFTEST_BYTES >> 30} GiB free beside the service"]
+    if gpu is None:
+        return [f"self-test left out: no GPU of the service has {SELFTEST_BYTES >> 30} GiB free and lets it in"]
     import torch
 
     if not torch.cuda.is_available():
@@ -174,5 +203,5 @@ def _self_test(release: Path, free_bytes: int, findings: list[str]) -> list[str]
         return ["warning: self-test left out: nvidia-smi lists a GPU, and the torch of this interpreter sees none"]
     status, output = _command("selftest")
     if status != 0:
-        findings.append(f"self-test ended with status {status}: {' '.join(output.split())[-500:]}")
-    return ["self-test passed"] if status == 0 else []
+        findings.append(f"self-test on {gpu['name']} ended with status {status}: {' '.join(output.split())[-500:]}")
+    return [f"self-test passed on {gpu['name']}, {gpu['uuid']}"] if status == 0 else []

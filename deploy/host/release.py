@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,8 +12,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from deploy.host.look import Place, read_json
-from deploy.host.systemd import environment_of, quoted, sync_folder
+from deploy.host import systemd
+from deploy.host.look import Place, read_json, read_text, release_of
+from deploy.host.systemd import DROP_IN, environment_of, quoted, sync_folder
 from kdtree_patch.settings import MODES
 
 KEEP = 5
@@ -43,6 +45,8 @@ def drop_in_text(release: Path, python_path: str, mode: str, user_id: int) -> st
             quoted("PYTHONPATH", entries),
             quoted("KDTREE_MODE", mode),
             quoted("KDTREE_CACHE_DIR", str(cache_of(release, user_id))),
+            # The lines that confirm a deployment, and that `make status` and `make logs` show, are of this level.
+            quoted("KDTREE_LOG_LEVEL", "info"),
             "",
         )
     )
@@ -142,8 +146,16 @@ def install(place: Place, name: str, archive: Path | None) -> bool:
         return False
     if archive is None or not archive.is_file():
         raise ReleaseError(f"release {name} is neither on the host nor has it been sent")
+    try:
+        _unpack(place, release, archive)
+    except OSError as error:
+        raise ReleaseError(f"{release} could not be put in place: {error}") from error
+    return True
+
+
+def _unpack(place: Place, release: Path, archive: Path) -> None:
     place.releases.mkdir(parents=True, exist_ok=True)
-    half = place.releases / f"{_HALF}{name}"
+    half = place.releases / f"{_HALF}{release.name}"
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir(mode=0o755)
     with tarfile.open(archive) as tar:
@@ -169,7 +181,6 @@ def install(place: Place, name: str, archive: Path | None) -> bool:
         remove(release)  # what a removal that was cut off has left
     os.rename(half, release)
     sync_folder(place.releases)
-    return True
 
 
 def _vendor(place: Place, half: Path, manifest: dict[str, Any]) -> None:
@@ -237,13 +248,19 @@ def current(place: Place) -> str | None:
 
 def in_use(place: Place) -> set[str]:
     """What a unit runs, ran before, or would go back to."""
-    used = {current(place) or ""}
+    used = {current(place) or "", *_in_drop_ins(place)}
     for name in ("state.json", "pending.json"):
         for path in place.units.glob(f"*/{name}"):
             used |= set(re.findall(r"releases/([^/\":\\]+)", path.read_text()))
             record = read_json(path) or {}
             used |= {record.get("release") or "", (record.get("previous") or {}).get("release") or ""}
     return used
+
+
+def _in_drop_ins(place: Place) -> list[str]:
+    """The releases that units have on their PYTHONPATH, whatever the records say."""
+    texts = [read_text(path) for path in systemd.UNITS.glob(f"*.d/{DROP_IN}")]
+    return [name for text in texts if (name := release_of(text, place))]
 
 
 def prune(place: Place) -> list[str]:
@@ -265,32 +282,48 @@ def _archives(place: Place) -> list[Path]:
     return [path for path in _inside(place.prefix / "incoming") if re.fullmatch(_ARCHIVE, path.name)]
 
 
-def remove_everything(place: Place) -> None:
+def remove_everything(place: Place, keep_archives: bool = False) -> None:
     """What this unit had here, and the rest of what is ours too if no other unit has anything. What is not ours stays,
-    and a PREFIX in which nothing is ours is not touched at all.
+    and a PREFIX in which nothing is ours is not touched at all. `keep_archives`: one may be on its way for another
+    unit.
     """
     had_records = place.records.is_dir() and not place.records.is_symlink()
     for name in _RECORDS if had_records else ():
         (place.records / name).unlink(missing_ok=True)
     _remove_empty(place.records)
-    others = [folder for folder in _inside(place.units) if {path.name for path in _inside(folder)} & _RECORDS]
-    if others:
+    if is_used(place):
         return
     ours = [folder for folder in _inside(place.releases) if is_ours(folder) or _is_half(folder)]
-    archives = _archives(place)
-    if not (had_records or ours or archives or (place.prefix / "incoming").is_dir() and not foreign(place)):
+    sent = _archives(place)
+    if not (had_records or ours or sent or (place.prefix / "incoming").is_dir() and not foreign(place)):
         return
     target = current(place)
     if target is not None and (place.releases / target in ours or not (place.releases / target).exists()):
         place.current.unlink()
     for folder in ours:
         remove(folder)
-    for path in archives:
+    for path in () if keep_archives else sent:
         path.unlink(missing_ok=True)
     for folder in (place.units, place.releases, place.prefix / "incoming", place.prefix):
         _remove_empty(folder)
 
 
+def is_used(place: Place) -> bool:
+    """Whether a unit has a deployment here, or a change that is under way."""
+    records = [folder for folder in _inside(place.units) if {path.name for path in _inside(folder)} & _RECORDS]
+    return bool(records or _in_drop_ins(place))
+
+
+def left_over(place: Place) -> list[str]:
+    """What lies here although no unit uses anything: of deployments that were cut off while they were sent."""
+    if is_used(place):
+        return []
+    return [str(path) for path in (*filter(is_ours, _inside(place.releases)), *_archives(place))]
+
+
 def _remove_empty(folder: Path) -> None:
-    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-        folder.rmdir()
+    """But not /opt or the like, which was there before us, nor a file system of its own."""
+    at_top = folder.parent.parent == folder.parent
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()) and not at_top:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -28,41 +28,72 @@ def status(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) -> None:
-    facts += [["under way", text] for text in transactions()]
+    under_way = transactions()
+    for transaction in under_way:
+        facts += [["under way", str(transaction)], ["says", transaction.line]]
     unit = Unit(order["unit"])
     if not unit.exists:
-        raise Refused(f"there is no unit {unit.name} here")
+        left = Look(unit, Path(order["prefix"]))
+        rest = "; what it had of ours still is: `make undeploy` removes it" if left.drop_in or left.state else ""
+        raise Refused(f"there is no unit {unit.name} here{rest}")
     seen = Look(unit, Path(order["prefix"]))
+    # One that has begun since the first look is as good as one that has ended since.
+    pending = seen.pending
+    at_work = {Unit(transaction.unit).name for transaction in (*under_way, *transactions())} if pending else set()
+    is_changing = unit.name in at_work
     state = unit.state()
     facts.append(["unit", f"{unit.name}, {state.active} ({state.sub})"])
     name = look.release_of(seen.drop_in, seen.place)
     record = seen.state or {}
-    if name is None:
-        facts.append(["release", "none: the unit runs stock"])
+    if pending and is_changing:
+        before = look.release_of(pending["drop_in"], seen.place)
+        facts.append(["release", f"{_about(name, seen.drop_in)}, not confirmed yet"])
+        facts.append(["before", _about(before, pending["drop_in"])])
+    elif name is None:
+        facts.append(["release", _about(None, None)])
+        facts += _left_over(seen) if not under_way else []
     else:
-        about = f"{name}, mode {record.get('mode', 'unknown')}, since {record.get('since', 'unknown')}"
-        facts.append(["release", f"{about}, by {record.get('by', 'unknown')}"])
-        previous = (record.get("previous") or {}).get("release")
-        facts.append(["previous", previous or "none"])
-    if seen.pending:
+        since = f"since {record.get('since', 'unknown')}, by {record.get('by', 'unknown')}"
+        facts.append(["release", f"{_about(name, seen.drop_in)}, {since}"])
+        previous = record.get("previous")
+        facts.append(["previous", f"{previous['release']}, mode {previous['mode']}" if previous else "none"])
+    if pending and not is_changing:
         findings.append("a change was cut off before it was confirmed: run `make deploy`, rollback or undeploy again")
-    elif name != record.get("release"):
-        findings.append(f"the drop-in names {name}, but {record.get('release')} was confirmed: run `make deploy` again")
+    elif not pending and name != record.get("release"):
+        has = f"names {name}" if name else "is gone"
+        findings.append(f"the drop-in {has}, but {record.get('release')} was confirmed: run `make deploy` again")
     if name and release.current(seen.place) != name:
         facts.append(["current", f"{release.current(seen.place)}, of another unit"])
     if name and not (seen.place.releases / name).is_dir():
         findings.append(f"{seen.place.releases / name} is gone: at its next start the service runs stock")
-    command = seen.command()
+    try:
+        command = seen.command()
+    except Refused as refused:
+        if not is_changing:
+            raise
+        facts.append(["health", f"cannot be told: {refused}"])
+        return
     url = look.health_url(command)
     facts.append(["health", f"{url}/health " + ("answers" if service.healthy(url) else "does not answer")])
     if not state.is_up or not state.invocation:
         return
     journal = journal_of(unit, state.invocation, state.main_pid)
     installed = {line.pid for line in journal.ours("installed ")}
-    facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
-    facts.append(["calls", counters(journal) or "no counts yet"])
+    if name or installed:  # which is all there is to say of a stock service
+        facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
+        facts.append(["calls", counters(journal) or "no counts yet"])
     for line in [*journal.ours("declined "), *journal.ours("disabled "), *journal.ours("ERROR ")][:10]:
         facts.append(["says", line.text])
+
+
+def _about(name: str | None, drop_in: str | None) -> str:
+    return f"{name}, mode {look.mode_of(drop_in)}" if name else "none: the unit runs stock"
+
+
+def _left_over(seen: Look) -> list[list[str]]:
+    """What lies under PREFIX although no unit runs it: of a deployment that was cut off while it was sent."""
+    what = ", ".join(release.left_over(seen.place))
+    return [["left over", f"{what}, which no unit uses: `make undeploy` removes it"]] if what else []
 
 
 def journal_of(unit: Unit, invocation: str, pid: int) -> Journal:

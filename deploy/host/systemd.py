@@ -12,6 +12,7 @@ import pwd
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,15 @@ from typing import Any
 BUS = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
 # Before the name of each transaction's transient unit.
 TRANSACTION = "kdtree-deploy-"
+# Before the name of each step that a transaction takes, in its lines.
+STEP = "==> "
 DROP_IN = "50-kdtree.conf"
 UNITS = Path("/etc/systemd/system")
 
 _UNIT = "org.freedesktop.systemd1.Unit"
 _SERVICE = "org.freedesktop.systemd1.Service"
 _OF_UNIT = (
-    *("LoadState", "ActiveState", "SubState", "FragmentPath", "DropInPaths", "InvocationID", "NeedDaemonReload"),
+    *("Id", "LoadState", "ActiveState", "SubState", "FragmentPath", "DropInPaths", "InvocationID", "NeedDaemonReload"),
     *("ActiveEnterTimestamp", "StateChangeTimestamp"),
 )
 _OF_SERVICE = (
@@ -87,6 +90,7 @@ class Unit:
         self.name = name
         self._path = _bus("call", *BUS, "org.freedesktop.systemd1.Manager", "LoadUnit", "s", name)[0][0]
         self.refresh()
+        self.name = self["Id"]  # an alias is no other unit: two names must not have two records and two drop-ins
 
     def refresh(self) -> None:
         """Reads the configuration again, after a daemon-reload."""
@@ -167,12 +171,37 @@ def as_mapping(words: Iterable[str]) -> dict[str, str]:
 _CONTINUED = re.compile(r"\\\n")
 
 
-def environment_of(texts: Iterable[str]) -> dict[str, str]:
+def specifiers_of(name: str) -> dict[str, str]:
+    """What the specifiers of unit files stand for in a unit of this name, by letter: those of systemd.unit(5) that a
+    path may have in it. The system manager's own user, not that of the unit, is meant by %h and %u.
+    """
+    bare = name.rpartition(".")[0]
+    prefix, _, instance = bare.partition("@")
+    last = prefix.rpartition("-")[2]
+    return {
+        **{"n": name, "N": bare, "p": prefix, "P": _unescaped(prefix), "i": instance, "I": _unescaped(instance)},
+        **{"j": last, "J": _unescaped(last), "H": os.uname().nodename, "h": "/root", "u": "root", "U": "0"},
+        **{"t": "/run", "S": "/var/lib", "C": "/var/cache", "L": "/var/log", "E": "/etc", "T": "/tmp", "V": "/var/tmp"},
+    }
+
+
+def _unescaped(text: str) -> str:
+    """The reverse of systemd-escape."""
+    return re.sub(r"\\x([0-9a-f]{2})", lambda match: chr(int(match[1], 16)), text.replace("-", "/"))
+
+
+def environment_of(texts: Iterable[str], specifiers: Mapping[str, str] | None = None) -> dict[str, str]:
     """What the Environment= lines of unit files say, read in this order.
 
     systemd itself only tells the sum of all files, and what a unit would say without our drop-in is needed. Specifiers
-    other than %% stay as they are. Raises ValueError for quoting that is not closed.
+    that are not among those given stay as they are; %% is always a percent sign. Raises ValueError for quoting that is
+    not closed.
     """
+    known = {**(specifiers or {}), "%": "%"}
+
+    def expanded(word: str) -> str:
+        return re.sub("%(.)", lambda match: known.get(match[1], match[0]), word)
+
     found: dict[str, str] = {}
     for text in texts:
         section = ""
@@ -185,7 +214,7 @@ def environment_of(texts: Iterable[str]) -> dict[str, str]:
                 continue
             if not value.strip():
                 found.clear()
-            found.update(as_mapping(word.replace("%%", "%") for word in shlex.split(value)))
+            found.update(as_mapping(expanded(word) for word in shlex.split(value)))
     return found
 
 
@@ -225,11 +254,41 @@ def run_as(unit: Unit, variables: Mapping[str, str], *words: str, stdin: str, ti
     return done.returncode, done.stdout, done.stderr
 
 
-def transactions() -> list[str]:
-    """The descriptions of the transactions that are under way on this host."""
-    states = "--state=active,activating,deactivating"
-    words = ("systemctl", "list-units", "--plain", "--no-legend", "--full", "--no-pager", states, f"{TRANSACTION}*")
-    return [line.split(None, 4)[-1] for line in run(*words, check=False).splitlines() if line.strip()]
+@dataclass(frozen=True)
+class UnderWay:
+    """A transaction that runs on this host at this moment."""
+
+    about: str  # the description that `transaction.launch` has given it: "deploy of UNIT by USER@MACHINE: ..."
+    seconds: float
+    step: str  # "" before the first
+    line: str  # the last one that it said
+
+    @property
+    def unit(self) -> str:
+        """The unit that it changes."""
+        return self.about.split(" ")[2]
+
+    def __str__(self) -> str:
+        return f"{self.about}, for {self.seconds:.0f} s, now at step {self.step or 'begin'}"
+
+
+def transactions() -> list[UnderWay]:
+    """What is being done on this host, by whomever but the process that asks."""
+    properties = "--property=Id,Description,ActiveState,MainPID,ExecMainStartTimestampMonotonic"
+    found = []
+    for block in run("systemctl", "show", properties, f"{TRANSACTION}*", check=False).split("\n\n"):
+        values = as_mapping(block.splitlines())
+        if values.get("ActiveState") not in ("active", "activating", "deactivating"):
+            continue
+        if values["MainPID"] == str(os.getpid()):
+            continue
+        token = values["Id"].removesuffix(".service")
+        seconds = time.monotonic() - int(values["ExecMainStartTimestampMonotonic"]) / 1e6
+        said = run("journalctl", "--quiet", "--no-pager", "--output=cat", f"--identifier={token}", check=False)
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        steps = [line.removeprefix(STEP) for line in lines if line.startswith(STEP)]
+        found.append(UnderWay(values["Description"], seconds, *(part[-1] if part else "" for part in (steps, lines))))
+    return found
 
 
 def reload_manager() -> None:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -35,13 +34,18 @@ LOCK = RUN / "kdtree-deploy.lock"
 
 
 class Transaction:
-    """`order`: action, unit, prefix, timeout; for a deployment also mode, release, archive, by."""
+    """`order`: action, unit, prefix, timeout, by; for a deployment also release, archive, and mode, None for that of
+    the unit.
+    """
 
     def __init__(self, order: dict[str, Any]):
         self.order = order
         self.prefix = Path(order["prefix"])
         self.timeout = float(order["timeout"])
         self.seen = Look(Unit(order["unit"]), self.prefix)
+        missing = None if self.unit.exists else Refused(f"there is no unit {self.unit.name} here")
+        if missing and order["action"] != "undeploy":  # which takes away what was left of one
+            raise missing
         if self.seen.reads_stale and self.seen.pending is None:
             raise Refused(
                 f"files of {order['unit']} have changed since systemd read them: systemctl daemon-reload first"
@@ -56,11 +60,15 @@ class Transaction:
         if pending is not None and not self._is_safe(pending):
             raise Refused(f"{place.pending} has not been written by a deployment: look at it, then remove it")
         self.must_restart = False
+        # What has become of the unit, for the operator's exit status: untouched, restored, or broken while it is
+        # neither what it was nor what it was to be.
+        self.outcome = "untouched"
+        self._new: str | None = None  # the release that this transaction has put in place
         self._step = ""
         # Now, because it may be the running service that tells, which a failed start leaves us without.
         self._command: Command | Refused
         try:
-            self._command = self.seen.command()
+            self._command = missing or self.seen.command()
         except Refused as refused:
             self._command = refused
 
@@ -83,9 +91,17 @@ class Transaction:
 
     # ------------------------------------------------------------------------------------------------------ the actions
 
+    def run(self) -> None:
+        """What is ordered. Raises what went wrong, after it has been put right as far as that is possible."""
+        try:
+            getattr(self, self.order["action"])()
+        finally:
+            _remove_archive(self.order)
+            self.tidy()
+
     def deploy(self) -> None:
         order = self.order
-        self.to_release(order["release"], order["mode"], Path(order["archive"]) if order["archive"] else None)
+        self.to_release(order["release"], self.seen.mode(order["mode"]), _archive(order))
 
     def rollback(self) -> None:
         if self.seen.pending is not None:
@@ -96,24 +112,31 @@ class Transaction:
         if state is None:
             raise Refused(f"{self.unit.name} has no deployment in {self.prefix}")
         if state["rolled_back"]:
-            self.say(f"{self.unit.name} was rolled back to {state['release']} already: nothing to do")
+            self.say(f"{self.unit.name} was rolled back to {_about(state)} already: nothing to do")
             return
         previous = state["previous"]
         if not previous:
-            raise Refused(f"{state['release']} was the first release of {self.unit.name}: `make undeploy` takes it off")
+            raise Refused(f"{_about(state)} was the first deployment of {self.unit.name}: `make undeploy` takes it off")
         self.to_release(previous["release"], previous["mode"], None, rolled_back=True)
 
     def undeploy(self) -> None:
         self.recover()
         if self.seen.drop_in is None and not self.must_restart and not self.seen.runs_ours():
+            left_over = release.left_over(self.seen.place)
             release.remove_everything(self.seen.place)
-            self.say(f"{self.unit.name} has nothing of ours: nothing to do")
+            self.say(
+                f"{self.unit.name} has nothing of ours; removed what was left over: {', '.join(left_over)}"
+                if left_over
+                else f"{self.unit.name} has nothing of ours: nothing to do"
+            )
             return
         self.step("switch")
         carry_on()  # the service without us is where undeploy leads to, and where a way back would lead to
         before = self.begin()
         self.put_drop_in(None)
-        if before["active"] and isinstance(self._command, Refused):
+        if before["active"] and not self.unit.exists:
+            self.say(f"{self._command}: what runs under this name cannot be restarted, and keeps what it has loaded")
+        elif before["active"] and isinstance(self._command, Refused):
             self.say(f"restarting {self.unit.name}: stock; whether it is healthy cannot be told ({self._command})")
             systemd.restart(self.unit.name)
         elif before["active"]:
@@ -130,37 +153,46 @@ class Transaction:
     def to_release(self, name: str, mode: str, archive: Path | None, rolled_back: bool = False) -> None:
         self.recover()
         place = self.seen.place
-        new = False
         try:
             self.step("release")
-            new = release.install(place, name, archive)
-            self.say(f"{place.releases / name} " + ("is in place" if new else "is there already"))
+            if release.install(place, name, archive):
+                self._new = name
+            self.say(f"{place.releases / name} " + ("is in place" if self._new else "is there already"))
             command = self.command()
             text = release.drop_in_text(place.releases / name, self.seen.python_path, mode, self.unit.user.pw_uid)
             if self.is_done(name, text, command):
                 self.say(f"{self.unit.name} runs {name} in mode {mode} already, confirmed: no change")
+                self.outcome = "done"
                 return
             self.step("doctor")
             self.doctor(place.releases / name, command)
         except Exception as error:
-            if new:
+            if self._new:
                 release.remove(place.releases / name)
+                self._new = None
             if self.must_restart:
                 self.put_back_and_wait(self.seen.pending or {}, str(error))
             else:
                 self.say("the service has not been touched")
             raise
-        finally:
-            if archive is not None:
-                archive.unlink(missing_ok=True)
         self.switch(name, mode, text, command, rolled_back)
+
+    def tidy(self) -> None:
+        """Leaves nothing lying about: old releases go, and everything of ours after a first deployment that failed."""
+        place = self.seen.place
+        if place.pending.exists():  # what it names may still be needed
+            return
         try:
-            gone = release.prune(place)
+            if place.state.exists():
+                gone = release.prune(place)
+                if gone:
+                    self.say(f"old releases removed: {', '.join(gone)}")
+            elif not self.unit.drop_in.exists():
+                release.remove_everything(place, keep_archives=True)
         except OSError as error:  # no reason to call a confirmed deployment failed
-            gone = []
-            self.say(f"old releases could not be removed: {error}")
-        if gone:
-            self.say(f"old releases removed: {', '.join(gone)}")
+            self.say(f"what is not needed any more could not be removed: {error}")
+        if self._new and self.outcome != "done" and (place.releases / self._new).exists():
+            self.say(f"{place.releases / self._new} stays, for another try; `make undeploy` removes it")
 
     def is_done(self, name: str, text: str, command: Command) -> bool:
         state = self.seen.state or {}
@@ -183,21 +215,18 @@ class Transaction:
         user = self.unit.user
         release.own_cache(folder, user.pw_uid, user.pw_gid)
         found = gpus.on_this_host()
-        targets = list(dict.fromkeys(gpu.target for gpu in found if gpu.target))
-        if not targets:
+        if all(gpu.problem(self.seen.config) for gpu in found):
             raise Failed("no GPU here that the kernel runs on")
+        # Off: it looks, and does not patch itself.
+        text = release.drop_in_text(folder, self.seen.python_path, "off", user.pw_uid)
+        ours = systemd.environment_of([text])
         order = {
             "release": str(folder),
-            "targets": targets,
-            "free_bytes": max(gpu.free_bytes for gpu in found),
+            "gpus": [vars(gpu) for gpu in found],
+            "variables": ours,
             "contract": self.order["action"] != "deploy",
         }
-        entries = f"{folder}:{self.seen.python_path}" if self.seen.python_path else str(folder)
-        variables = self.seen.variables() | {
-            "PYTHONPATH": entries,
-            "KDTREE_MODE": "off",  # it looks; it does not patch itself
-            "KDTREE_CACHE_DIR": str(release.cache_of(folder, user.pw_uid)),
-        }
+        variables = self.seen.variables() | ours
         words = [command.interpreter, "-c", wire.LOADER, "doctor", wire.packed(order)]
         archive = wire.as_line(self.order["code"])
         status, output, error = run_as(self.unit, variables, *words, stdin=archive, timeout=DOCTOR_SECONDS)
@@ -220,8 +249,8 @@ class Transaction:
             release.point_current(place, name)
             start = self.start(f"{name}, mode {mode}", serve=mode != "off")
             self.step("confirm")
-            level = self.seen.own.get("KDTREE_LOG_LEVEL", "info")
-            start.confirm(look.workers_of(command), command, {"mode": mode, "log_level": level}, self.say)
+            validates = mode == "shadow" or self.unit.environment.get("KDTREE_VALIDATE", "").strip() == "1"
+            start.confirm(look.workers_of(command), command, mode, validates, self.say)
             carry_on()
             self.write_state(name, mode, start.invocation, rolled_back)
         except Exception as error:  # whatever it is, the service must not stay between the two
@@ -232,13 +261,14 @@ class Transaction:
                 raise Failed(str(failed), failed.lines or lines) from error
             raise Failed(str(error), lines) from error
         self.end()
+        self.outcome = "done"
         self.say(f"{self.unit.name} runs {name} in mode {mode}")
 
     def write_state(self, name: str, mode: str, invocation: str, rolled_back: bool) -> None:
         was = self.seen.state or {}
         previous = {key: was[key] for key in ("release", "mode")} if was else None
-        if was.get("release") == name:  # the same release in another mode, or confirmed anew
-            previous = was.get("previous")
+        if previous == {"release": name, "mode": mode}:  # confirmed anew
+            previous = was["previous"]
         state = {
             "release": name,
             "mode": mode,
@@ -256,6 +286,7 @@ class Transaction:
         if pending is None:
             return
         self.say("the last change of this unit was cut off before it was confirmed: putting back what was there before")
+        self.outcome = "broken"
         self.put_drop_in(pending["drop_in"], back=True)
         release.point_current(self.seen.place, pending["current"])
         self.must_restart = True
@@ -282,6 +313,7 @@ class Transaction:
             if self.seen.pending is None:
                 self.end()  # nothing has been changed yet
             raise
+        self.outcome = "broken"
         return before
 
     def put_drop_in(self, text: str | None, back: bool = False) -> None:
@@ -370,8 +402,7 @@ class Transaction:
         if problems:  # what is pending stays, so that the next run takes these steps again
             raise Failed("; ".join([why, *problems]) + "; put that right and run the same command again")
         attempt("what was kept to be put back could not be removed", self.end)
-        if self.seen.state is None:
-            shutil.rmtree(place.records, ignore_errors=True)
+        self.outcome = "restored" if self.must_restart else "untouched"
         self.say(f"{self.unit.name} is as it was before" + ("" if before["active"] else ", not running"))
 
     # ------------------------------------------------------------------------------------------------------------ lines
@@ -379,7 +410,7 @@ class Transaction:
     def step(self, name: str) -> None:
         if name != self._step:
             self._step = name
-            print(f"==> {name}", flush=True)
+            print(f"{systemd.STEP}{name}", flush=True)
 
     def say(self, text: str) -> None:
         print(f"    {text}", flush=True)
@@ -388,6 +419,7 @@ class Transaction:
 def run_order(order: dict[str, Any]) -> int:
     """The transient unit's whole life. Its lines go to the journal, where whoever asked for it reads them."""
     os.umask(0o022)
+    transaction = None
     code = Path(order["code"])
     order["code"] = code.read_bytes()
     code.unlink()  # at once, so that nothing is left behind whatever happens: this process has read all it needs
@@ -395,21 +427,40 @@ def run_order(order: dict[str, Any]) -> int:
     try:
         lock = lock_the_host()
     except Busy as busy:
-        wire.say({"ok": False, "reason": str(busy), "lines": []})
+        _remove_archive(order)
+        wire.say({"ok": False, "reason": str(busy), "lines": [], "outcome": "untouched"})
         return 1
     try:
         transaction = Transaction(order)
-        getattr(transaction, order["action"])()
+        transaction.run()
         result: dict[str, Any] = {"ok": True}
     except (Failed, Refused, ReleaseError, SystemdError) as error:
         result = {"ok": False, "reason": str(error), "lines": getattr(error, "lines", [])}
     except Exception as error:
         result = {"ok": False, "reason": wire.reason(error), "lines": []}
     carry_on()
+    _remove_archive(order)
+    result["outcome"] = transaction.outcome if transaction is not None else "untouched"
     LOCK.unlink(missing_ok=True)
     os.close(lock)
     wire.say(result)
     return 0 if result["ok"] else 1
+
+
+def _archive(order: dict[str, Any]) -> Path | None:
+    return Path(order["archive"]) if order.get("archive") else None
+
+
+def _remove_archive(order: dict[str, Any]) -> None:
+    """What was sent for this transaction is unpacked by now, or of no use."""
+    archive = _archive(order)
+    with contextlib.suppress(OSError):
+        if archive is not None:
+            archive.unlink()
+
+
+def _about(record: dict[str, Any]) -> str:
+    return f"{record['release']} in mode {record['mode']}"
 
 
 class Busy(Exception):
@@ -440,8 +491,8 @@ def lock_the_host() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            others = systemd.transactions()
-            raise Busy(f"somebody else is at work ({'; '.join(others)}): wait for it, or see `make status`") from None
+            others = "; ".join(map(str, systemd.transactions())) or "just ending"
+            raise Busy(f"somebody else is at work ({others}): wait for it, or see `make status`") from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(LOCK), os.fstat(lock)):
                 return lock
@@ -458,7 +509,8 @@ def launch(order: dict[str, Any]) -> dict[str, Any]:
     words = ["systemd-run", "--quiet", "--collect", f"--unit={token}", f"--property=SyslogIdentifier={token}"]
     # SIGTERM is for the transaction, not for what it has called, and the way back takes the time of a start.
     words += ["--property=KillMode=mixed", f"--property=TimeoutStopSec={PATIENCE + 300:.0f}"]
-    words += [f"--description={order['action']} of {order['unit']} by {order['by']}"]
+    what = ", mode ".join(filter(None, (order.get("release"), order.get("mode"))))
+    words += [f"--description={order['action']} of {order['unit']} by {order['by']}{what and f': {what}'}"]
     words += ["--", sys.executable, "-I", str(code), "transaction", wire.packed({**order, "code": str(code)})]
     try:
         systemd.run(*words)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -38,8 +39,8 @@ HERE = Path(__file__).resolve().parent
 
 # Two parts that the kernel is made for, as nvidia-smi tells of them.
 NVIDIA_SMI = """#!/bin/sh
-echo "NVIDIA RTX PRO 6000 Blackwell, 12.0, 580.95.05, 95000"
-echo "NVIDIA RTX PRO 6000 Blackwell, 12.0, 580.95.05, 1200"
+echo "NVIDIA RTX PRO 6000 Blackwell, GPU-1111, Default, 12.0, 580.95.05, 1200"
+echo "NVIDIA RTX PRO 6000 Blackwell, GPU-2222, Default, 12.0, 580.95.05, 95000"
 """
 # Counts how often it has run in a process, as the user's own would be seen to.
 OWN_SITECUSTOMIZE = "import sys\nsys.own_sitecustomize = getattr(sys, 'own_sitecustomize', 0) + 1\n"
@@ -144,7 +145,9 @@ class Machine:
         root_home.chmod(0o711)  # the interpreter may lie under it
         (root_home / ".ssh").mkdir(mode=0o700, exist_ok=True)
         shutil.copy(f"{key}.pub", root_home / ".ssh" / "authorized_keys")
-        self.put("/etc/ssh/sshd_config.d/test.conf", f"Port {self.ssh_port}\nListenAddress 127.0.0.1\n")
+        self.put(
+            "/etc/ssh/sshd_config.d/test.conf", f"Port {self.ssh_port}\nListenAddress 127.0.0.1\nListenAddress ::1\n"
+        )
         self.put("/usr/local/bin/nvidia-smi", NVIDIA_SMI, 0o755)
         self.put("/etc/systemd/journald.conf.d/test.conf", "[Journal]\nRateLimitBurst=0\n")
         run("chroot", self._root, "useradd", "--create-home", "--shell", "/bin/sh", "sglang")
@@ -236,7 +239,9 @@ class Machine:
 class Service:
     """A unit on the machine, and the answers of the service in it."""
 
-    def __init__(self, machine: Machine, name: str, exec_start: str, light: bool = False, extra: str = ""):
+    def __init__(
+        self, machine: Machine, name: str, exec_start: str, light: bool = False, extra: str = "", python_path: str = ""
+    ):
         self.machine = machine
         self.name = name
         self.unit = f"{name}.service"
@@ -244,7 +249,7 @@ class Service:
         python = VENV / "bin" / "python"
         self.python_path = f"/srv/site:{'/srv/light' if light else sglang_dir('0.5.23').resolve()}"
         variables = {
-            "PYTHONPATH": self.python_path,
+            "PYTHONPATH": python_path or self.python_path,
             "TRITON_INTERPRET": "1",
             "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
             "TOKENIZERS_PARALLELISM": "false",
@@ -254,12 +259,12 @@ class Service:
             "PYTHONWARNINGS": "ignore",
             "HF_TOKEN": "hf_VerySecretToken",
         }
-        if light:  # it has nothing that could make a verify call, so the line of the first one is not to be waited for
+        if light:  # at this level no worker would say what a deployment is confirmed by, if a drop-in did not set it
             variables["KDTREE_LOG_LEVEL"] = "warning"
         lines = "\n".join(f'Environment="{key}={value}"' for key, value in variables.items())
         command = exec_start.format(python=python, port=self.port)
         machine.put(
-            f"/etc/systemd/system/{self.unit}",
+            f"/etc/systemd/system/{re.sub('@.*', '@', name)}.service",
             f"[Service]\nUser=sglang\nWorkingDirectory=/srv\nRestart=always\nRestartSec=1\n{lines}\n"
             f"ExecStart={command}\n{extra}",
         )

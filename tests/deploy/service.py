@@ -47,6 +47,14 @@ def about_me(rank: int | None) -> dict[str, Any]:
     }
 
 
+def pretend() -> None:
+    """The lines of a verify call, from a worker that has only SGLang's signatures and makes none."""
+    if any(type(finder).__name__ == "KdtreePackageFinder" for finder in sys.meta_path):
+        lines = ["shapes q=(3, 2, 576) kv_buf=(9, 576) bs=1"] * (os.environ.get("KDTREE_LOG_LEVEL") == "info")
+        lines += ["L0 max_abs_diff=1.0e-03 mean=1.0e-04 rel=1.0e-03"] * (os.environ.get("KDTREE_MODE") == "shadow")
+        print("".join(f"[kdtree] {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
 def do_wrong() -> None:
     if "wrong" in faults():
         print("[kdtree] L0 max_abs_diff=1.6934e+00 mean=1.1948e-01 rel=1.0837e+00", file=sys.stderr, flush=True)
@@ -65,6 +73,7 @@ def worker(rank: int, pipe: Connection) -> None:
         TritonAttnBackend(None)
         pipe.send(about_me(rank))
         while pipe.recv():
+            pretend()
             do_wrong()
             pipe.send(True)
         return

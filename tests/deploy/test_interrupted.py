@@ -5,6 +5,7 @@ every failure the old service answers, and a second run finishes the job.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -41,9 +42,10 @@ class Scene:
         assert status == 0, output
         return output
 
-    def bad(self, action: str, **words: str) -> str:
+    def bad(self, action: str, expected: int, **words: str) -> str:
+        """`expected`: 1 for a refusal or a finding, 3 for a service that was put back, 4 for one that was not."""
         status, output = self.operator.run(action, self.service.unit, **words)
-        assert status == 1, output
+        assert status == expected, output
         return output
 
     def other(self) -> str:
@@ -87,7 +89,7 @@ def scene(host: Machine, operator: Operator, checkout: Checkout) -> Iterator[Sce
 
 def test_service_that_never_gets_ready(scene: Scene) -> None:
     scene.service.set_faults(f"never-ready@{scene.second}")
-    output = scene.bad("deploy", TIMEOUT="8")
+    output = scene.bad("deploy", 3, TIMEOUT="8")
     assert "/health did not answer within 8 s" in output and "as it was before" in output
     scene.assert_whole(scene.first)
 
@@ -95,7 +97,7 @@ def test_service_that_never_gets_ready(scene: Scene) -> None:
 def test_service_in_a_restart_loop_is_noticed_within_seconds(scene: Scene) -> None:
     scene.service.set_faults(f"exits@{scene.second}")
     started = time.monotonic()
-    output = scene.bad("deploy", TIMEOUT="600")
+    output = scene.bad("deploy", 3, TIMEOUT="600")
     assert time.monotonic() - started < 60
     assert "it is in a loop" in output or "ended while it was starting" in output
     assert "| the service ends at once, as it was told to" in output
@@ -105,7 +107,7 @@ def test_service_in_a_restart_loop_is_noticed_within_seconds(scene: Scene) -> No
 def test_worker_that_declines_is_noticed_before_health(scene: Scene) -> None:
     """The service would come up, and run stock in one of its workers."""
     scene.service.set_faults(f"declines@{scene.second}")
-    output = scene.bad("deploy", TIMEOUT="600")
+    output = scene.bad("deploy", 3, TIMEOUT="600")
     assert "a worker declined: [kdtree] ERROR declined reason=bad_setting KDTREE_LOG_LEVEL='loud'" in output
     assert "==> confirm" not in output
     scene.assert_whole(scene.first)
@@ -117,7 +119,7 @@ def test_worker_without_installed(scene: Scene) -> None:
     service.start()
     service.set_faults(f"no-installed@{scene.release('second')}")
     status, output = scene.operator.run("deploy", service.unit)
-    assert status == 1 and "1 of 2 workers logged `installed`" in output and "==> roll back deployhost" in output
+    assert status == 3 and "1 of 2 workers logged `installed`" in output and "==> roll back deployhost" in output
     assert "| [kdtree] installed " in output  # the journal's lines
     assert service.healthy() and service.runs() is None and scene.host.read(service.drop_in) is None
     scene.host.ssh(f"systemctl stop {service.unit}")
@@ -130,7 +132,7 @@ def test_release_whose_kernel_does_not_compile(scene: Scene) -> None:
     kernel.write_text(text + "\nthis is no CUDA\n")
     broken = scene.release("broken")
     started, before = scene.service.invocation(), scene.host.tree()
-    output = scene.bad("deploy")
+    output = scene.bad("deploy", 1)
     assert "the doctor found" in output and "compile" in output.lower() and "error" in output
     assert "the service has not been touched" in output and "==> switch" not in output
     assert broken not in scene.host.ssh("ls /opt/kdtree/releases").stdout and scene.host.tree() == before
@@ -141,7 +143,7 @@ def test_release_whose_kernel_does_not_compile(scene: Scene) -> None:
 
 def test_validation_above_the_limit(scene: Scene) -> None:
     scene.service.set_faults(f"wrong@{scene.second}")
-    output = scene.bad("deploy", MODE="shadow")
+    output = scene.bad("deploy", 3, MODE="shadow")
     assert "rel is above 0.02" in output and "rel=1.0837e+00" in output
     scene.assert_whole(scene.first)
     scene.service.set_faults()
@@ -197,8 +199,8 @@ def test_host_that_dies_in_the_middle(scene: Scene, again: str) -> None:
     scene.until(process, "active (running), no answer on /health")
     scene.host.ssh("systemctl kill --signal=KILL 'kdtree-deploy-*'")
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and "run the same command again" in output
-    assert "cut off" in scene.bad("status")
+    assert process.returncode == 4 and "run the same command again" in output
+    assert "cut off" in scene.bad("status", 1)
     scene.service.set_faults()
     output = scene.good(again)
     assert "putting back what was there before" in output
@@ -210,9 +212,12 @@ def test_transaction_that_is_stopped_puts_back_what_was_there(scene: Scene) -> N
     scene.service.set_faults(f"never-ready@{release}")
     process = scene.operator.start("deploy", scene.service.unit)
     scene.until(process, "active (running), no answer on /health")
+    output = scene.good("status")
+    assert f"deploy of {scene.service.unit} by " in output and "now at step switch" in output
+    assert f"{release}, mode on, not confirmed yet" in output and f"{before}, mode on" in output
     scene.host.ssh("systemctl stop 'kdtree-deploy-*'")
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and "told to stop" in output and "as it was before" in output
+    assert process.returncode == 3 and "told to stop" in output and "as it was before" in output
     scene.service.set_faults()
     scene.assert_whole(before or "")
 
@@ -248,6 +253,31 @@ def test_rollback_is_idempotent(scene: Scene) -> None:
     assert "already: nothing to do" in scene.good("rollback")
     assert scene.service.invocation() == started
     scene.assert_whole(before or "")
+
+
+def test_mode_is_kept_where_none_is_named_and_comes_back(scene: Scene) -> None:
+    release = scene.other()
+    scene.good("deploy")
+    assert "in mode shadow" in scene.good("deploy", MODE="shadow")
+    assert f"{release}, mode shadow, since" in scene.good("status")
+    output = scene.good("deploy")
+    assert "shadow, which the unit has: MODE=on changes it" in output and "in mode shadow already, confirmed" in output
+    scene.good("rollback")
+    assert f"{release}, mode on, since" in scene.good("status")
+    scene.assert_whole(release)
+
+
+def test_instance_of_a_template_whose_python_path_has_specifiers(scene: Scene) -> None:
+    unit = Service(scene.host, "sglang-t@light", COMMAND, light=True, python_path="/srv/site:/srv/%i")
+    unit.start()
+    release = scene.release("second")
+    for said in (f"{unit.unit} runs {release} in mode on", "no change"):
+        status, output = scene.operator.run("deploy", unit.unit)
+        assert status == 0 and said in output, output
+    assert unit.runs() == release and unit.about()["main"]["python_path"].endswith(f"{release}:/srv/site:/srv/light")
+    status, output = scene.operator.run("undeploy", unit.unit)
+    assert status == 0 and unit.runs() is None and scene.host.read(unit.drop_in) is None
+    scene.host.ssh(f"systemctl stop {unit.unit}")
 
 
 def test_only_five_releases_are_kept(scene: Scene) -> None:
@@ -297,7 +327,8 @@ def test_unit_that_is_refused(scene: Scene, name: str, command: str, extra: str,
 
 
 def test_shell_script_is_seen_through_while_it_runs(scene: Scene) -> None:
-    script = '#!/bin/sh\ncd /srv\nexec "$1" /srv/service.py --port "$2" --attention-backend triton --served sglang\n'
+    options = "--attention-backend triton --speculative-algorithm EAGLE --served sglang"
+    script = f'#!/bin/sh\ncd /srv\nexec "$1" /srv/service.py --port "$2" {options}\n'
     scene.host.put("/srv/start.sh", script, 0o755)
     unit = Service(scene.host, "sglang-script", "/srv/start.sh {python} {port}", light=True)
     scene.host.ssh("systemctl daemon-reload")
@@ -313,7 +344,7 @@ def test_unit_that_was_stopped_is_stopped_again_after_a_failure(scene: Scene) ->
     before = scene.service.runs()
     scene.host.ssh(f"systemctl stop {scene.service.unit}")
     scene.service.set_faults(f"exits@{scene.release('second' if before == scene.first else 'first')}")
-    output = scene.bad("deploy")
+    output = scene.bad("deploy", 3)
     assert "a deployment starts it" in output and "as it was before, not running" in output
     assert scene.host.ssh(f"systemctl is-active {scene.service.unit}", check=False).stdout.strip() == "inactive"
     scene.service.start()
@@ -329,16 +360,46 @@ def test_unit_that_does_not_exist(scene: Scene) -> None:
 def test_hosts_are_all_looked_at_before_the_first_is_touched(scene: Scene) -> None:
     started = scene.service.invocation()
     scene.other()
-    output = scene.bad("deploy", HOSTS="127.0.0.1:1")
+    output = scene.bad("deploy", 1, HOSTS="127.0.0.1:1")
     assert "==> preflight 127.0.0.1:1" in output and "FINDING: ssh to 127.0.0.1:1" in output
     assert "==> bundle" not in output and scene.service.invocation() == started
+
+
+@pytest.mark.parametrize("action", ["status", "logs"])
+def test_every_host_is_shown_although_one_does_not_answer(scene: Scene, action: str) -> None:
+    output = scene.bad(action, 1, HOST="127.0.0.1:1", HOSTS="deployhost 127.0.0.1:2")
+    assert [output.count(f"==> {action} {host}\n") for host in ("127.0.0.1:1", "deployhost", "127.0.0.1:2")] == [
+        1,
+        1,
+        1,
+    ]
+    assert "1 of 1 installed" in output or "[kdtree] installed " in output
+    assert "FINDING: ssh to 127.0.0.1:1" in output
+    assert "FAILED: see what was found on 127.0.0.1:1, 127.0.0.1:2\n" in output
+
+
+def test_rollback_stops_at_the_first_host_that_fails_and_says_which_are_left(scene: Scene) -> None:
+    before = scene.service.runs()
+    output = scene.bad("rollback", 1, HOST="127.0.0.1:1", HOSTS="deployhost")
+    assert "; not begun: deployhost" in output
+    scene.assert_whole(before or "")
+
+
+def test_address_of_six_versions(scene: Scene) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no ::1")
+    output = scene.good("status", HOST=f"root@[::1]:{scene.host.ssh_port}")
+    assert f"==> status root@[::1]:{scene.host.ssh_port}" in output and "1 of 1 installed" in output
 
 
 def test_several_hosts_one_after_the_other(scene: Scene) -> None:
     """The same machine under a second name."""
     other, release = f"root@127.0.0.1:{scene.host.ssh_port}", scene.other()
     scene.service.set_faults(f"exits@{release}")
-    output = scene.bad("deploy", HOSTS=other)
+    output = scene.bad("deploy", 3, HOSTS=other)
     assert output.index(f"==> preflight {other}") < output.index("==> bundle deployhost")
     assert f"not begun: {other}" in output and f"==> bundle {other}" not in output
     scene.service.set_faults()

@@ -61,6 +61,17 @@ def test_checkout_with_changes_is_refused(operator: Operator, service: Service, 
     notes.unlink()
 
 
+def test_first_deployment_that_fails_leaves_nothing(
+    host: Machine, service: Service, operator: Operator, story: dict[str, str]
+) -> None:
+    service.set_faults(f"exits@{story['first']}")
+    status, output = operator.run("deploy", service.unit, MODE="shadow")
+    assert status == 3 and f"{service.unit} is as it was before" in output
+    service.set_faults()
+    assert service.healthy() and service.runs() is None and host.tree() == story["stock"]
+    assert host.ssh("ls -A /opt").stdout == "" and "left over" not in good(operator.run("status", service.unit))
+
+
 def test_deploy(host: Machine, service: Service, operator: Operator, story: dict[str, str]) -> None:
     output = good(operator.run("deploy", service.unit, MODE="shadow"))
     assert re.findall(r"^==> (\w+) deployhost$", output, re.M) == [

@@ -1,0 +1,133 @@
+"""`deploy.steps` without ssh: which hosts are asked, and the exit status that tells how far a failure had come."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deploy.host import wire
+from deploy.options import Host, Options
+
+
+class ConnectionLost(Exception):
+    pass
+
+
+class Unreachable(ConnectionLost):
+    pass
+
+
+class RemoteError(Exception):
+    pass
+
+
+class Remote:
+    """What each host does: an answer, an exception, or what its transaction ends with."""
+
+    does: dict[str, Any] = {}
+    asked: list[str] = []
+
+    def __init__(self, host: Host):
+        self.host = host
+
+    def ask(self, command: str, order: dict[str, Any]) -> dict[str, Any]:
+        Remote.asked.append(f"{command} {self.host}")
+        answer = Remote.does[str(self.host)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if command != "launch" else {"token": "kdtree-deploy-1"}
+
+    def run(self, command: str, timeout: float) -> tuple[bool, str, str]:
+        answer = Remote.does[str(self.host)]
+        if answer == "lost":
+            raise ConnectionLost("the connection was closed")
+        if answer == "dead":
+            return True, "==> release\nfailed", ""
+        return True, f"==> release\n{wire._ANSWER}{wire.json.dumps(answer)}\ninactive", ""
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, with stand-ins for pyinfra, which only the operator's environment has, and for the connection."""
+    for name in ("pyinfra", "pyinfra.operations", "deploy.remote"):
+        module = ModuleType(name)
+        vars(module).update(
+            files=None, ConnectionLost=ConnectionLost, Unreachable=Unreachable, RemoteError=RemoteError, Remote=Remote
+        )
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "deploy.steps", raising=False)
+    found = importlib.import_module("deploy.steps")
+    monkeypatch.setattr(found, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(found, "_RECONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(Remote, "asked", [])
+    yield found
+    sys.modules.pop("deploy.steps")
+
+
+def run(steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, **does: Any) -> int:
+    monkeypatch.setattr(Remote, "does", does)
+    status: int = steps.ACTIONS[action](Options(tuple(Host(name) for name in does), "x.service"))
+    return status
+
+
+@pytest.mark.parametrize(
+    ("does", "status"),
+    [
+        ({"ok": True, "outcome": "done"}, 0),
+        ({"ok": False, "reason": "no", "outcome": "untouched"}, 1),
+        ({"ok": False, "reason": "no", "outcome": "restored"}, 3),
+        ({"ok": False, "reason": "no", "outcome": "broken"}, 4),
+        ("dead", 4),
+        (Unreachable("no route"), 1),
+        (RemoteError("no python3"), 1),
+        (ConnectionLost("the connection was closed"), 5),
+        ("lost", 5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("action", ["rollback", "undeploy"])
+def test_exit_status_tells_how_far_a_failure_had_come(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, does: Any, status: int
+) -> None:
+    assert run(steps, monkeypatch, action, h1=does) == status
+
+
+def test_statuses_are_all_different(steps: Any) -> None:
+    names = ("GOOD", "FINDING", "USAGE", "RESTORED", "BROKEN", "UNKNOWN", "INTERRUPTED")
+    assert len({getattr(steps, name) for name in names}) == len(names)
+
+
+def test_change_stops_at_the_first_host_that_fails_and_names_the_rest(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"ok": True, "outcome": "done"}
+    bad = {"ok": False, "reason": "it is no good", "outcome": "restored"}
+    assert run(steps, monkeypatch, "rollback", h1=good, h2=bad, h3=good, h4=good) == 3
+    assert Remote.asked == ["launch h1", "launch h2"]
+    assert "FAILED: h2: it is no good; not begun: h3, h4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["status", "logs"])
+def test_every_host_is_asked_whatever_the_others_say(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    good = {"facts": [["release", "1-a"]], "lines": ["1 [kdtree] installed"], "findings": []}
+    bad = {"facts": [], "lines": [], "findings": ["a change was cut off"]}
+    assert run(steps, monkeypatch, action, h1=Unreachable("no route"), h2=bad, h3=good) == 1
+    assert Remote.asked == [f"{action} {host}" for host in ("h1", "h2", "h3")]
+    output = capsys.readouterr().out
+    assert "FINDING: no route" in output and "FINDING: a change was cut off" in output
+    assert ("1-a" in output) == (action == "status") and output.endswith("FAILED: see what was found on h1, h2\n")
+    assert run(steps, monkeypatch, action, h3=good) == 0
+
+
+def test_log_that_has_nothing_in_it_is_said(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(steps, monkeypatch, "logs", h1={"lines": [], "findings": []}) == 0
+    assert "x.service has logged no [kdtree] line since it was started" in capsys.readouterr().out
