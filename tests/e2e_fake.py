@@ -115,7 +115,7 @@ def one(body: dict[str, Any], prompt: list[int], count: int, whole: int) -> dict
         ids[int(number("FAKE_DIFFER"))] += 1
     steps = -(-(count - 1) // ACCEPTED)
     meta: dict[str, Any] = {"completion_tokens": count, "finish_reason": {"type": "length"} if count == whole else None}
-    if steps:
+    if steps and count == whole:  # SGLang says so in the end alone
         meta |= {"spec_verify_ct": steps, "spec_accept_length": count / steps}
     if body.get("top_logprobs_num"):
         # The prompt is the text up to the difference; this server's own next token is the best.

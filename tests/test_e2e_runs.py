@@ -166,28 +166,30 @@ def test_where_two_lists_differ() -> None:
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
-def chunk(at: float, index: int, count: int, steps: int) -> Chunk:
-    return Chunk(at, index, {"meta_info": {"completion_tokens": count, "spec_verify_ct": steps}})
+def chunk(at: float, index: int, count: int, steps: int | None = None) -> Chunk:
+    """`steps` of the last of a request alone."""
+    meta = {"completion_tokens": count} | ({} if steps is None else {"spec_verify_ct": steps})
+    return Chunk(at, index, {"meta_info": meta})
 
 
 def test_a_window_has_neither_prefill_nor_what_comes_after_the_first_is_done() -> None:
-    # The second request begins two seconds late; the first one is done at 7, the second at 9.
-    first = [chunk(at, 0, 1 + 2 * at, at) for at in range(8)]
-    second = [chunk(at + 0.1, 1, 1 + 3 * (at - 2), at - 2) for at in range(2, 10)]
+    # The second request begins two seconds late; the first one is done at 7, after 14 tokens and 7 steps.
+    first = [chunk(at, 0, 1 + 2 * at, 7 if at == 7 else None) for at in range(8)]
+    second = [chunk(at + 0.1, 1, 1 + 3 * (at - 2), 7 if at == 9 else None) for at in range(2, 10)]
     found = speed.window(sorted(first + second, key=lambda one: one.at), 2)
-    # From 4, the first step of the first request after the second has begun at 3.1, to 7.
-    assert (found.seconds, found.steps) == (3, 3)
-    # Of the second request what had come by then: 10 at 4 is not there yet, nor is 16 at 7.
-    assert found.tokens == (15 - 9) + (13 - 4)
+    # From 3, the first chunk of the first request after the second has begun at 2.1, to 7.
+    assert (found.seconds, found.steps) == (4, 4)
+    # Of the second request what had come by then: 4 at 3.1 is not there yet, nor is 16 at 7.1.
+    assert found.tokens == (15 - 7) + (13 - 1)
     assert (found.step_ms, found.tokens_per_s) == (1000, 5)
 
 
 @pytest.mark.parametrize(
     "chunks, words",
     [
-        ([chunk(0, 0, 1, 0), chunk(1, 0, 2, 0)], "without verify steps"),
+        ([chunk(0, 0, 1), chunk(1, 0, 2)], "without verify steps"),
         ([chunk(0, 0, 1, 1)], "hardly decoded at the same time"),
-        ([chunk(0, 0, 1, 1), chunk(1, 0, 2, 1)], "hardly decoded at the same time"),
+        ([chunk(0, 0, 2), chunk(1, 0, 2, 1)], "hardly decoded at the same time"),
         ([chunk(0, 1, 1, 1)], "has a request 1"),
     ],
 )
@@ -198,7 +200,7 @@ def test_a_stream_without_a_window_is_an_error(chunks: list[Chunk], words: str) 
 
 def test_requests_one_after_the_other_have_no_window() -> None:
     with pytest.raises(ServiceError, match="hardly decoded"):
-        speed.window([chunk(0, 0, 1, 1), chunk(1, 0, 3, 2), chunk(2, 1, 1, 1), chunk(3, 1, 3, 2)], 2)
+        speed.window([chunk(0, 0, 1), chunk(1, 0, 3, 2), chunk(2, 1, 1), chunk(3, 1, 3, 2)], 2)
 
 
 def run_speed(
@@ -244,7 +246,7 @@ def test_a_slow_first_window_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
         seconds = iter((9.0, 1.0))
 
         def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
-            return [chunk(0, 0, 1, 1), chunk(next(self.seconds), 0, 21, 11)]
+            return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
 
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
     found = speed.measure(Stream(), [[1]], 21)  # type: ignore[arg-type]

@@ -133,8 +133,8 @@ def free_port() -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        # SGLang adds to the number for ports of its own.
-        if port not in _given and port < 60000:
+        # SGLang adds up to 10,000 to the number for ports of its own.
+        if port not in _given and port < 50000:
             _given.add(port)
             return port
 

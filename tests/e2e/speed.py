@@ -2,9 +2,9 @@
 server and the patched one, with CUDA graphs and without.
 
 The model has many layers and little else, so that attention has the share of a step that it has in a large model. What
-is measured is a window of a stream: from the moment when all requests of the batch are decoding until the first of them
-is done, so that prefill is no part of it. Its steps and tokens are what the server itself counts (`spec_verify_ct`,
-`completion_tokens`).
+is measured is a window of a stream: from the moment when all requests of the batch have their first token, which is
+prefill's, until the first of them is done. Its tokens are what the server counts (`completion_tokens`); its steps are
+those that the server counts in the end (`spec_verify_ct`), in proportion to the request's tokens inside the window.
 
 What attention has of a step is worked out from two measurements: the kernels alone, one layer of the same shape, by
 `python -m kdtree_patch bench` on the same GPU, times the number of layers; over the time of the step.
@@ -63,7 +63,7 @@ class Window:
     """What happened between two moments of a stream."""
 
     seconds: float
-    steps: int
+    steps: float
     tokens: int
 
     @property
@@ -76,7 +76,7 @@ class Window:
 
 
 def window(chunks: Iterable[Chunk], bs: int) -> Window:
-    """From the first moment when each request has been through a verify step until the first request is done.
+    """From the first moment when each request has a token until the first request is done.
 
     Begins and ends with a chunk of the request that is done first, so that both ends are the same moment of a step.
     Raises ServiceError for a stream that has no such window.
@@ -86,20 +86,20 @@ def window(chunks: Iterable[Chunk], bs: int) -> Window:
         if not 0 <= chunk.index < bs:
             raise ServiceError(f"the stream has a request {chunk.index} in a batch of {bs}")
         of[chunk.index].append(chunk)
-    decoding = [[chunk for chunk in one if chunk.verify_steps > 0] for one in of]
-    if not all(decoding):
+    if not all(of) or not all(one[-1].verify_steps for one in of):
         raise ServiceError("the stream has a request without verify steps: is speculation on?")
-    first_done = min(decoding, key=lambda one: one[-1].at)
-    all_decode = max(one[0].at for one in decoding)
+    first_done = min(of, key=lambda one: one[-1].at)
+    all_decode = max(one[0].at for one in of)
     own = [chunk for chunk in first_done if chunk.at >= all_decode]
-    if len(own) < 2 or own[-1].verify_steps == own[0].verify_steps:
+    if len(own) < 2 or own[-1].tokens == own[0].tokens:
         raise ServiceError("the requests of the batch were hardly decoded at the same time: ask for more tokens")
 
     def total(at: float) -> int:
-        return sum(max(chunk.tokens for chunk in one if chunk.at <= at) for one in decoding)
+        return sum(max(chunk.tokens for chunk in one if chunk.at <= at) for one in of)
 
     begin, end = own[0], own[-1]
-    return Window(end.at - begin.at, end.verify_steps - begin.verify_steps, total(end.at) - total(begin.at))
+    part = (end.tokens - begin.tokens) / (first_done[-1].tokens - first_done[0].tokens)
+    return Window(end.at - begin.at, end.verify_steps * part, total(end.at) - total(begin.at))
 
 
 class Prompts:
@@ -124,7 +124,7 @@ def measure(client: Client, prompts: Sequence[Sequence[int]], new_tokens: int) -
         "step_ms": round(middle.step_ms, 3),
         "tokens_per_s": round(middle.tokens_per_s, 1),
         "tokens_per_step": round(middle.tokens / middle.steps / len(prompts), 3),
-        "steps": middle.steps,
+        "steps": round(middle.steps, 1),
         "repeats": len(windows),
         "spread": round(max(one.step_ms for one in windows) / min(one.step_ms for one in windows) - 1, 3),
     }
