@@ -177,7 +177,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from kdtree_patch import bench_host as host
     from kdtree_patch import bench_measure as measuring
 
-    kernel = measuring.load_kernel(arguments.config)
+    kernel = measuring.load_kernel(arguments.config or "auto")
     own = kernel.config.name
     wanted = {
         shape: [kernel] for shape in dict.fromkeys(arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ())))
@@ -273,7 +273,7 @@ def host(arguments: argparse.Namespace) -> int:
     from kdtree_patch import bench_host, bench_measure, bench_report
 
     on_gpu = torch.cuda.is_available()
-    kernel = bench_measure.load_kernel(arguments.config) if on_gpu else bench_host.kernel_without_gpu()
+    kernel = bench_measure.load_kernel(arguments.config or "auto") if on_gpu else bench_host.kernel_without_gpu()
     stock = bench_measure.stock_kernel() if on_gpu else None
     figures = bench_host.measure_host(kernel, stock)
     open_console().print(bench_report.host_table(figures))

@@ -22,7 +22,7 @@ import torch
 from kdtree_patch import __version__
 from kdtree_patch.bench_peers import PEERS, installed_peers
 from kdtree_patch.bench_shapes import BenchError, Shape, floor_us
-from kdtree_patch.compile import KERNELS, cubin_target, import_cupy
+from kdtree_patch.compile import KERNELS, import_cupy
 from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
 from kdtree_patch.route import is_fatal
 from kdtree_patch.tiles import HEAD_DIM, LATENT
@@ -38,11 +38,9 @@ Stock = Callable[..., Any]
 Say = Callable[[str], None]
 
 
-def load_kernel(config: str | None = None) -> VerifyKernel:
-    """The kernel on the current GPU, in the configuration of that name or the one made for it. Raises BenchError."""
+def load_kernel(config: str = "auto") -> VerifyKernel:
+    """The kernel on the current GPU, in a configuration (as `VerifyKernel.load` has it). Raises BenchError."""
     device = torch.device("cuda", torch.cuda.current_device())
-    if config is None:
-        config = "hopper" if cubin_target(torch.cuda.get_device_capability(device), "hopper") else "portable"
     try:
         return VerifyKernel.load(device, config=config)
     except KernelUnavailable as error:

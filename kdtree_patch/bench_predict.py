@@ -117,7 +117,7 @@ def count(shape: Shape, gpu: Gpu) -> Counts:
     cut = PORTABLE.cut_rows(shape.q_len, shape.heads)
     workers = gpu.multiprocessors
     item_tiles = -(-(shape.prefix + shape.q_len) // PORTABLE.tile_keys)
-    most, partials = deal(shape.bs * cut.row_blocks, item_tiles, workers, shape.prefix < PORTABLE.tile_keys)
+    most, partials = deal(shape.bs, cut.row_blocks, item_tiles, workers, shape.prefix < PORTABLE.tile_keys)
     key_bytes = HEAD_DIM * 2
     copied = shape.tokens * key_bytes
     # A worker that goes through several items reads the keys of one request once for each of its row blocks among them.
@@ -135,21 +135,27 @@ def count(shape: Shape, gpu: Gpu) -> Counts:
     )
 
 
-def deal(items: int, item_tiles: int, workers: int, short: bool) -> tuple[int, int]:
-    """The tiles of the busiest worker and the number of partial results: `Schedule` of kernels/verify_attn_flash.cu,
-    for items that are all alike.
+def deal(bs: int, row_blocks: int, item_tiles: int, workers: int, short: bool) -> tuple[int, int]:
+    """The tiles of the busiest worker and the number of partial results: `make_schedule` of
+    kernels/verify_attn_flash.cu, for requests that are all alike.
     """
-    if short:  # not on the line: dealt out whole
-        return -(-items // workers) * item_tiles, 0
+    if short:  # not on a line: dealt out whole
+        return -(-bs * row_blocks // workers) * item_tiles, 0
+    # A line for each row block, if that leaves few workers idle, and for each request, if there are workers for all.
+    each = workers // row_blocks
+    if each * row_blocks * 8 < workers * 7:
+        lines, items, each = 1, bs * row_blocks, workers
+    elif bs <= each:
+        lines, items, each = row_blocks * bs, 1, each // bs
+    else:
+        lines, items = row_blocks, bs
     line = items * item_tiles
-    workers = min(workers, line)
-    # Enough workers: each item is a line of its own. On a line the first workers take one tile more than the others.
-    lines, of_each, workers = (items, item_tiles, workers // items) if items <= workers else (1, line, workers)
-    share, longer = divmod(of_each, workers)
-    starts = [n * of_each + w * share + min(w, longer) for n in range(lines) for w in range(workers)] + [line]
+    of_line = min(each, line)
+    # The first workers take one tile more than the others.
+    share, longer = divmod(line, of_line)
+    starts = [w * share + min(w, longer) for w in range(of_line)] + [line]
     pieces = pairwise(sorted({*starts, *range(0, line + 1, item_tiles)}))
-    most = max(end - start for start, end in pairwise(starts))
-    return most, sum(end - start < item_tiles for start, end in pieces)
+    return share + (longer > 0), lines * sum(end - start < item_tiles for start, end in pieces)
 
 
 def fit(run: Mapping[str, Any]) -> tuple[Model, Gpu, float]:

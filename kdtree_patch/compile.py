@@ -114,10 +114,17 @@ class CompileResult:
 # -------------------------------------------------------------------------------------------------------------- targets
 
 
-def cubin_target(capability: tuple[int, int], config: str = "portable") -> str | None:
+def own_config(capability: tuple[int, int]) -> str:
+    """The configuration made for a compute capability, which `auto` means."""
+    return "hopper" if capability == (9, 0) else "portable"
+
+
+def cubin_target(capability: tuple[int, int], config: str = "auto") -> str | None:
     """The target whose cubin has a configuration and runs on a compute capability: the same major, the highest minor
     that is not above it. None if there is none; hopper is for 9.0 alone.
     """
+    if config == "auto":
+        config = own_config(capability)
     if config == "hopper":
         return HOPPER_TARGET if capability == (9, 0) else None
     if capability in EMBEDDED:
@@ -141,7 +148,7 @@ class _NvmlError(Exception):
     pass
 
 
-def visible_targets(library: str = "libnvidia-ml.so.1", config: str = "portable") -> list[str]:
+def visible_targets(library: str = "libnvidia-ml.so.1", config: str = "auto") -> list[str]:
     """The targets that serve this host's GPUs in a configuration, each once, by asking NVML: no CUDA call, no context.
     Empty without GPUs or without NVML.
 

@@ -97,23 +97,25 @@ class VerifyKernel:
         device: torch.device,
         cache_dir: Path | None = None,
         job: CompileJob | None = None,
-        config: str = "portable",
+        config: str = "auto",
     ) -> VerifyKernel:
         """Loads the kernel for a device: from the cache, from a compilation that is under way, or by compiling it now.
 
-        `config` is a name of `tiles.CONFIGS`; only compute capability 9.0 has hopper. Raises KernelUnavailable. Must
+        `config` is a name of `tiles.CONFIGS`, of which only compute capability 9.0 has hopper, or auto: the one made
+        for the device, portable on a CPU. Raises KernelUnavailable. Must
         not be called under CUDA graph capture: it loads a module and allocates the workspace.
         """
         try:
             if device.type == "cpu":
                 library = compiling.cached_binary("host", cache_dir)
-                return cls(device, host_launcher(library), HOST_WORKERS, "host", tiles.CONFIGS[config])
+                chosen = tiles.CONFIGS["portable" if config == "auto" else config]
+                return cls(device, host_launcher(library), HOST_WORKERS, "host", chosen)
             properties = torch.cuda.get_device_properties(device)
             capability = (properties.major, properties.minor)
             target = compiling.cubin_target(capability, config)
             if target is None:
                 raise unavailable(properties.name, capability, config)
-            chosen = tiles.CONFIGS[config]
+            chosen = tiles.CONFIGS[compiling.own_config(capability) if config == "auto" else config]
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
             launcher = gpu_launcher(cubin, device, chosen, cache_dir)
             return cls(device, launcher, properties.multi_processor_count, target, chosen)
@@ -227,6 +229,31 @@ def combine_shared_bytes(workers: int) -> int:
     return tiles.COMBINE_THREADS * 16 + 32 + workers * 32
 
 
+# CUlaunchAttribute and CUlaunchConfig of cuda.h; the value of an attribute is a union of 64 bytes.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+def may_overlap(capability: tuple[int, int], driver_version: int) -> bool:
+    """Whether combine may be launched before the main kernel has ended (programmatic dependent launch): the kernels
+    have the instructions from compute capability 9.0 on, and CUDA graphs record it from CUDA 12.3 on.
+    """
+    return capability >= (9, 0) and driver_version >= 12030
+
+
 def gpu_launcher(
     cubin: Path, device: torch.device, config: tiles.Configuration, cache_dir: Path | None = None
 ) -> Launcher:
@@ -234,27 +261,40 @@ def gpu_launcher(
     configuration raised.
     """
     cupy = compiling.import_cupy(cache_dir)
-    driver = cupy.cuda.driver
     index = device.index if device.index is not None else torch.cuda.current_device()
-    functions: dict[str, int] = {}
+    functions: dict[str, ctypes.c_void_p] = {}
     with cupy.cuda.Device(index):
         module = cupy.RawModule(path=str(cubin))
         for variant in config.variants:
             for element in tiles.ELEMENTS:
                 kernel = module.get_function(variant.kernel_name(element))
                 kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
-                functions[variant.kernel_name(element)] = kernel.kernel.ptr
-                functions[variant.combine_name(element)] = module.get_function(variant.combine_name(element)).kernel.ptr
+                combine = module.get_function(variant.combine_name(element))
+                functions[variant.kernel_name(element)] = ctypes.c_void_p(kernel.kernel.ptr)
+                functions[variant.combine_name(element)] = ctypes.c_void_p(combine.kernel.ptr)
     arguments = (ctypes.c_void_p * 1)()  # the driver copies what it points to before the launch returns
-    arguments_address = ctypes.addressof(arguments)
+    driver = ctypes.CDLL("libcuda.so.1")
+    early = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+    overlap = may_overlap(torch.cuda.get_device_capability(index), cupy.cuda.runtime.driverGetVersion())
+    config_of_launch = _LaunchConfig(grid_z=1, block_y=1, block_z=1, attributes=ctypes.pointer(early))
+    launch_kernel, config_reference = driver.cuLaunchKernelEx, ctypes.byref(config_of_launch)
 
     def launch(steps: Sequence[Step], params: int) -> None:
         # The stream is asked for at each call: under capture it is the capturing one. cupy's own call of a kernel costs
-        # about 40 us of Python; its binding of the driver's launch costs two and raises the same errors.
-        stream = torch.cuda.current_stream(index).cuda_stream
+        # about 40 us of Python, this one two.
+        config_of_launch.stream = torch.cuda.current_stream(index).cuda_stream
+        config_of_launch.attribute_count = 0
         arguments[0] = params
         for name, (x, y), threads, shared_bytes in steps:
-            driver.launchKernel(functions[name], x, y, 1, threads, 1, 1, shared_bytes, stream, arguments_address, 0)
+            config_of_launch.grid_x = x
+            config_of_launch.grid_y = y
+            config_of_launch.block_x = threads
+            config_of_launch.shared_bytes = shared_bytes
+            status = launch_kernel(config_reference, functions[name], arguments, None)
+            if status:
+                raise cupy.cuda.driver.CUDADriverError(status)
+            # combine is brought to the GPU while the main kernel still runs, and waits for it there.
+            config_of_launch.attribute_count = overlap
 
     launch.module = module  # type: ignore[attr-defined]  # the functions do not keep their module alive
     return launch

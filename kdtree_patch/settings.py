@@ -18,7 +18,7 @@ PREFIX = "KDTREE_"
 MODES = ("on", "shadow", "off")
 FLAGS = ("0", "1")
 FORWARD_MODES = ("verify",)
-CONFIGS = ("portable", "hopper")
+CONFIGS = ("auto", "portable", "hopper")
 LOG_LEVELS = ("info", "warning", "error")
 
 VARIABLES = (
@@ -58,7 +58,7 @@ class Settings:
     guard_rel: float | None = None
     guard_dump: Path | None = None
     selftest: bool = True
-    config: str = "portable"
+    config: str = "auto"
 
     @property
     def compares(self) -> bool:

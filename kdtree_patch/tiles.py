@@ -96,16 +96,17 @@ def _portable_shared(rows: int) -> int:
     probabilities = rows * (keys * 2 + 16)
     exchange = 4 * rows * keys * 4
     row_state = 3 * rows * 4
-    return tiles + probabilities + exchange + row_state + _SCHEDULE_BYTES
+    risen = 8
+    return tiles + probabilities + exchange + row_state + risen + _SCHEDULE_BYTES
 
 
 def _hopper_shared(rows: int) -> int:
     stages, keys, spare = 2, 64, 1024
     queries = rows * HEAD_DIM * 2
     tiles = stages * keys * HEAD_DIM * 2 + spare
-    mbarriers, rescale, target = 4 * 8, 2 * 4, 4 * 4
+    mbarriers, notes, target, beginning = 10 * 8, 2 * 4, 5 * 4, 7 * 4
     row_state = 3 * rows * 4
-    return queries + tiles + mbarriers + _SCHEDULE_BYTES + rescale + row_state + target
+    return queries + tiles + mbarriers + _SCHEDULE_BYTES + notes + row_state + target + beginning
 
 
 # portable: 101,376 bytes are what sm_86, sm_89 and sm_120 allow a block. hopper: wgmma, for compute capability 9.0.
@@ -114,6 +115,6 @@ CONFIGS = {
         "portable", 32, 101_376, tuple(Variant(r, "r", 256, _portable_shared(r)) for r in (16, 32, 40))
     ),
     "hopper": Configuration(
-        "hopper", 64, 232_448, tuple(Variant(r, "h", 384, _hopper_shared(r)) for r in (32, 64, 72))
+        "hopper", 64, 232_448, tuple(Variant(r, "h", 512, _hopper_shared(r)) for r in (32, 64, 72))
     ),
 }

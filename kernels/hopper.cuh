@@ -1,22 +1,23 @@
 // The Hopper configuration of verify_attn_flash: wgmma on tiles of 64 keys, up to 72 attention rows a block. For sm_90a alone. Parameters,
 // schedule, partial results and combine are those of verify_attn_flash.cu, which includes this and has all of the mathematics.
 //
-// Three warpgroups, each of which has another part of a tile's way:
+// Four warpgroups, each of which has another part of a tile's way:
 //
-//   value warpgroups   copy the tile into one of two stages by cp.async: each the 256 columns that it reads as values, and of the rope
-//                      columns half of the keys
-//   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory; softmax; P^T over the rope columns, which nobody needs
-//                      any more
+//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time
+//   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory, three chunks at a time as they land; softmax; P^T over
+//                      the rope columns, which nobody needs any more
 //   value warpgroups   O^T (256 x rows each) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
 //
 //   time    ------------------------------------------------------------------------------->
-//   scores  | S(0)  softmax(0) | S(1)  softmax(1) | S(2)  softmax(2) | ...
-//   values                     | O(0)   copy(2)   | O(1)   copy(3)   | ...
+//   copies  | 0      | 1               | 2              | 3              | ...
+//   scores           | S(0)  softmax(0) | S(1)  softmax(1) | S(2)  softmax(2) | ...
+//   values                             | O(0)             | O(1)             | ...
 //
-// Three things are said, by mbarriers:
-//   full[stage]  the value warpgroups' copies have landed: the score warpgroup may go on
-//   handed       the score warpgroup has handed over P, and by what the outputs must be multiplied first if a maximum has risen
-//   taken        both value warpgroups are done with what was handed over: P, factors and stage are free again
+// Four things are said, by mbarriers:
+//   full[stage][part]  a third of a tile's columns has landed: the score warpgroup may multiply it
+//   handed             the score warpgroup has handed over P, and by what the outputs must be multiplied first if a maximum has risen
+//   taken              the value warpgroups are done with what was handed over: P and factors are free again
+//   free[stage]        and so is the stage: the next but one tile may be copied into it
 // A piece ends with one more hand-over, of no P but of 1 / sum for each row and of where the outputs go. Nothing stops between pieces: the
 // copies of the next one are under way while one is written.
 
@@ -53,6 +54,13 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned mbarrier) {
 }
 // Between writes of threads, or of their cp.asyncs, and their use by wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// An 8 x 8 matrix of 16-bit numbers, of which a lane has row lane / 4 and columns lane % 4 * 2 and the next: transposed.
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned a) {
+  unsigned d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ bool barrier_sync_or(int id, int threads, bool value) {
@@ -144,13 +152,16 @@ namespace hopper {
 // ---------------------------------------------------------------------------------------------------------------------------- constants
 
 constexpr int kWarpgroup = 128;               // threads
-constexpr int kThreads = 3 * kWarpgroup;      // one for scores, two for values
+constexpr int kThreads = 4 * kWarpgroup;      // one for scores, two for values, one for copies
 constexpr int kTileKeys = 64;                 // keys in a tile
 constexpr int kChunks = kHeadDim / 64;        // of 64 columns, 128 bytes, in which tiles and queries lie in shared memory
 constexpr int kRopeChunk = kChunks - 1;       // the last; the others are values, too
 constexpr int kValueChunks = kRopeChunk / 2;  // those of one value warpgroup
+constexpr int kParts = 3;                     // of a tile, that are copied and waited for each by itself
+constexpr int kPartChunks = kChunks / kParts;
 constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
-constexpr int kSpareBytes = 1024;             // what P needs beyond the rope chunk that it is written over
+constexpr int kMbarriers = 2 * kParts + 4;
+constexpr int kSpareBytes = 1024;  // what P needs beyond the rope chunk that it is written over
 
 // Named barriers of one warpgroup each; 0 is __syncthreads.
 constexpr int kBarrierOfWarpgroup = 1;
@@ -178,6 +189,19 @@ __device__ __forceinline__ unsigned uniform(unsigned x) { return __shfl_sync(~0u
 // Byte offset of 16-byte unit `unit` of a key or query in its chunk: the 128-byte swizzle.
 __device__ __forceinline__ int chunk_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
 
+// Which rows a piece is of, and where the outputs go.
+struct Target {
+  int request, q_start, row_base, rows;
+  int partial_slot;  // or -1: of a whole item
+};
+
+// What the copy warpgroup begins with. In registers it would have to be where that warpgroup has some, which are few.
+struct Beginning {
+  Request request;
+  int first, last;  // tiles of the first piece, none if they are equal
+  int position;     // of the next piece
+};
+
 // ------------------------------------------------------------------------------------------------------------------- geometry of a block
 
 template <int ROW_TILES>
@@ -190,15 +214,17 @@ struct Geometry {
   static constexpr int kOffsetSpare = kOffsetStage0 + kChunks * kChunkBytes;
   static constexpr int kOffsetStage1 = kOffsetSpare + kSpareBytes + kChunkBytes;
   static constexpr int kOffsetMbarriers = kOffsetStage1 + kRopeChunk * kChunkBytes;
-  static constexpr int kOffsetSchedule = kOffsetMbarriers + 4 * 8;
-  static constexpr int kOffsetRescale = kOffsetSchedule + sizeof(Schedule);  // [2]: whether the factors are to be used
-  static constexpr int kOffsetFactor = kOffsetRescale + 2 * 4;               // [2][rows]: what the outputs are to be multiplied by
-  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;       // [rows]: running maxima
+  static constexpr int kOffsetSchedule = kOffsetMbarriers + kMbarriers * 8;
+  static constexpr int kOffsetNote = kOffsetSchedule + sizeof(Schedule);  // [2]: Note
+  static constexpr int kOffsetFactor = kOffsetNote + 2 * 4;               // [2][rows]: what the outputs are to be multiplied by
+  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;    // [rows]: running maxima
   static constexpr int kOffsetTarget = kOffsetHighest + kRows * 4;
-  static constexpr int kSharedBytes = kOffsetTarget + 16;
+  static constexpr int kOffsetBeginning = kOffsetTarget + sizeof(Target);
+  static constexpr int kSharedBytes = kOffsetBeginning + sizeof(Beginning);
   static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of one block
-  // A block starts with 168 registers a thread; the value warpgroups take what they need for their accumulators from the score warpgroup.
-  static constexpr int kValueRegisters = ROW_TILES > 8 ? 184 : 176, kScoreRegisters = 3 * 168 - 2 * kValueRegisters;
+  // A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
+  static constexpr int kValueRegisters = 176, kScoreRegisters = 128, kCopyRegisters = 32;
+  static_assert(2 * kValueRegisters + kScoreRegisters + kCopyRegisters <= 4 * 128, "all that there are");
   static_assert(kRows * kTileKeys * 2 <= kChunkBytes + kSpareBytes, "P fits");
   static_assert(kSharedBytes <= 232448, "what sm_90 allows a block");
 
@@ -209,10 +235,18 @@ struct Geometry {
   __device__ __forceinline__ static int prob(int number) { return number ? kOffsetSpare : kOffsetStage0 + kRopeChunk * kChunkBytes; }
 };
 
-// Where the outputs of a piece go.
-struct Target {
-  int q_start, row_base, rows;  // of a whole item
-  int partial_slot;             // or -1
+// A number that is worked out here and not kept all the time: registers are scarce.
+__device__ __forceinline__ int fresh(int x) {
+  keep_in_register(x);
+  return x;
+}
+
+// What a hand-over is for: bit n if a maximum of row tile n has risen, so that its outputs must be multiplied by the factors before V^T P^T
+// is added; or one of these.
+enum Note : int {
+  kFinish = 1 << 16,         // the item is done: multiply the outputs by the factors and write them
+  kFinishPartial = 1 << 17,  // the item goes on in another piece: leave the outputs for combine
+  kStop = 1 << 18,           // there is nothing more
 };
 
 // What every warpgroup has.
@@ -228,8 +262,7 @@ struct Warpgroup {
 
   Request request;
   int row_base, rows;  // first row of the row block within the request; valid rows of the block
-  int tiles;           // passed so far, over all pieces
-  int hand_overs;      // from scores to values, so far: one a tile and one a piece
+  int progress;        // see tiles and hand_overs; one register instead of two
 
   __device__ __forceinline__ Warpgroup(const VerifyParams& params, unsigned char* memory, int number)
       : p(params),
@@ -240,24 +273,31 @@ struct Warpgroup {
         group(lane >> 2),
         quad(lane & 3),
         barrier(kBarrierOfWarpgroup + number),
-        tiles(0),
-        hand_overs(0) {}
+        progress(0) {}
+
+  // Tiles passed so far, over all pieces, modulo 4; and hand-overs from scores to values so far: one a tile and one a piece.
+  __device__ __forceinline__ int tiles() const { return progress & 3; }
+  __device__ __forceinline__ int hand_overs() const { return progress >> 2; }
+  __device__ __forceinline__ void pass_tile() { progress = progress & ~3 | progress + 1 & 3; }
+  __device__ __forceinline__ void pass_hand_over() { progress += 4; }
 
   __device__ __forceinline__ const Schedule& schedule() const { return *(const Schedule*)(shared + G::kOffsetSchedule); }
-  __device__ __forceinline__ unsigned full(int stage) const { return shared_address(shared + G::kOffsetMbarriers + stage * 8); }
-  __device__ __forceinline__ unsigned handed() const { return shared_address(shared + G::kOffsetMbarriers + 16); }
-  __device__ __forceinline__ unsigned taken() const { return shared_address(shared + G::kOffsetMbarriers + 24); }
+  __device__ __forceinline__ unsigned mbarrier(int number) const { return shared_address(shared + G::kOffsetMbarriers) + number * 8; }
+  __device__ __forceinline__ unsigned full(int stage, int part) const { return mbarrier(stage * kParts + part); }
+  __device__ __forceinline__ unsigned free(int stage) const { return mbarrier(2 * kParts + stage); }
+  __device__ __forceinline__ unsigned handed() const { return mbarrier(2 * kParts + 2); }
+  __device__ __forceinline__ unsigned taken() const { return mbarrier(2 * kParts + 3); }
   // Of this hand-over, or of the one before.
   __device__ __forceinline__ float* s_factor(int before = 0) const {
-    return (float*)(shared + G::kOffsetFactor) + (hand_overs - before & 1) * G::kRows;
+    return (float*)(shared + G::kOffsetFactor) + (hand_overs() - before & 1) * G::kRows;
   }
   __device__ __forceinline__ float* s_highest() const { return (float*)(shared + G::kOffsetHighest); }
   __device__ __forceinline__ Target& s_target() const { return *(Target*)(shared + G::kOffsetTarget); }
-  __device__ __forceinline__ int& s_rescale() const { return ((int*)(shared + G::kOffsetRescale))[hand_overs & 1]; }
+  __device__ __forceinline__ int& s_note() const { return ((int*)(shared + G::kOffsetNote))[hand_overs() & 1]; }
 
   // Waits until both value warpgroups have taken what was handed over last.
   __device__ __forceinline__ void wait_until_taken() const {
-    if (hand_overs > 0) mbarrier_wait(taken(), hand_overs - 1 & 1);
+    mbarrier_wait(taken(), hand_overs() - 1 & 1);  // of an mbarrier that is still in its first phase, the one before counts as complete
   }
 
   __device__ __forceinline__ void start_item(const Item& item) {
@@ -302,84 +342,136 @@ template <class Element, int ROW_TILES>
 struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
   using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::barrier, Base::request, Base::row_base,
-      Base::rows, Base::tiles, Base::hand_overs;
+      Base::rows, Base::tiles, Base::hand_overs, Base::pass_tile, Base::pass_hand_over;
   using typename Base::G;
 
   static constexpr int kThreadRows = ROW_TILES * 2;
 
-  int columns;  // prefix + q_len
-  long long mask_base;
-  float r_highest[kThreadRows];  // running maxima, log2
-  float r_sum[kThreadRows];      // this thread's share of the sums
+  float r_sum[kThreadRows];  // this thread's share of the sums
 
   __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 0) {}
 
-  // The queries of the row block. Rows that do not exist are zero. meanwhile() is called while they are on their way.
-  template <class Meanwhile>
-  __device__ __forceinline__ void load_queries(Meanwhile meanwhile) const {
+  // Starts the copy of the queries of the row block, a part of the columns after the other. Rows that do not exist are zero.
+  __device__ __forceinline__ void copy_queries() const {
+    constexpr int kThreadQueries = (G::kRows + kWarpgroup / 8 - 1) / (kWarpgroup / 8);
     const int unit = thread & 7;
-#pragma unroll 1
-    for (int row = thread >> 3; row < G::kRows; row += kWarpgroup / 8) {
-      const int existing = row_base + (row < rows ? row : 0);
-      const unsigned char* source =
-          p.q + (long long)(request.q_start + existing / p.heads) * p.q_token_stride + existing % p.heads * p.q_head_stride + unit * 16;
-      const unsigned target = shared_address(shared) + chunk_offset(row, unit);
+    const unsigned char* source[kThreadQueries];
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk++)
-        cp_async_16(target + chunk * G::kQueryChunkBytes, source + chunk * 128, row < rows ? 16 : 0);
+    for (int i = 0; i < kThreadQueries; i++) {
+      const int row = i * (kWarpgroup / 8) + (thread >> 3), existing = row_base + (row < rows ? row : 0),
+                token = quotient(existing, p.heads);
+      source[i] =
+          p.q + (long long)(request.q_start + token) * p.q_token_stride + (existing - token * p.heads) * p.q_head_stride + unit * 16;
     }
-    cp_async_commit();
-    meanwhile();
-    cp_async_wait<0>();
+    const unsigned target = shared_address(shared) + chunk_offset(thread >> 3, unit);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+#pragma unroll
+      for (int i = 0; i < kThreadQueries; i++) {
+        const int row = i * (kWarpgroup / 8) + (thread >> 3);
+        if (row < G::kRows)
+          cp_async_16(target + chunk * G::kQueryChunkBytes + i * (kWarpgroup / 8) * 128, source[i] + chunk * 128, row < rows ? 16 : 0);
+      }
+      if (chunk % kPartChunks == kPartChunks - 1) cp_async_commit();
+    }
+  }
+
+  // Waits for a part of the queries.
+  template <int PART>
+  __device__ __forceinline__ void wait_for_queries() const {
+    cp_async_wait<kParts - 1 - PART>();
     fence_proxy_async();
     barrier_sync(barrier, kWarpgroup);
   }
 
   // Bit i: this thread's row i sees its first key of a tile, or its second. Only tiles that reach beyond the prefix need a look at the
-  // mask.
+  // mask. Each lane of a warp reads what one of its 16 keys and every other draft token are; lane j keeps the answers of two tokens, one
+  // bit a key.
   __device__ __forceinline__ void load_visible(int tile, unsigned (&visible)[2]) const {
-    const int column = tile * kTileKeys + warp * 16 + group;
-    const unsigned char* const mask = p.custom_mask + mask_base + column;
-    int first_row = row_base;
-    keep_in_register(first_row);  // the tokens are worked out here, not kept all the time
-    visible[0] = visible[1] = 0;
+    constexpr int kAtOnce = 5;           // pairs of tokens
+    const int heads = fresh(p.heads);    // what follows from it is worked out here, not kept all the time
+    const Target& t = Base::s_target();  // nor are these
+    const int row_base = t.row_base, rows = t.rows;
+    const int columns = request.columns(), column = tile * kTileKeys + warp * 16 + (lane & 15), draft = column - request.prefix;
+    const int first_token = quotient(row_base, heads), last_token = quotient(row_base + rows - 1, heads);
+    const unsigned char* mask = p.custom_mask;
+    if (mask != nullptr)
+      mask += load_index(p.mask_indptr, t.request, p.wide_indices & kWideMask) + max(min(column, columns - 1), request.prefix);
+    unsigned words[2] = {0, 0};
+    for (int pair = 0; first_token + 2 * pair <= last_token; pair += kAtOnce) {
+      unsigned char byte[kAtOnce];
+      if (mask != nullptr)
 #pragma unroll
-    for (int i = 0; i < kThreadRows; i++) {
-      const int row = i / 2 * 8 + quad * 2 + i % 2;
-      const int token = quotient(first_row + row, p.heads);
+        for (int i = 0; i < kAtOnce; i++) {
+          const int token = min(first_token + (pair + i) * 2 + (lane >> 4), last_token);
+          byte[i] = __ldg(mask + (long long)token * columns);
+        }
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const int draft = column + k * 8 - request.prefix;
-        bool sees = column + k * 8 < columns && row < rows;
-        if (sees && draft >= 0) sees = p.custom_mask ? mask[token * columns + k * 8] != 0 : draft <= token;
-        visible[k] |= (unsigned)sees << i;
+      for (int i = 0; i < kAtOnce; i++) {
+        const int token = first_token + (pair + i) * 2 + (lane >> 4);
+        const bool sees = draft < 0 || (draft < request.q_len && (mask != nullptr ? byte[i] != 0 : draft <= token));
+        const unsigned word = __ballot_sync(~0u, sees);
+        if ((pair + i) % 32 == lane) {
+          if (pair + i < 32)
+            words[0] = word;
+          else
+            words[1] = word;
+        }
       }
+    }
+    visible[0] = visible[1] = 0;
+#pragma unroll 2
+    for (int i = 0; i < kThreadRows; i++) {
+      const int row = i / 2 * 8 + quad * 2 + i % 2, token = quotient(row_base + row, heads) - first_token;
+      unsigned word = __shfl_sync(~0u, words[0], token >> 1 & 31);
+      if (kThreadRows * 4 > 64) {
+        const unsigned far = __shfl_sync(~0u, words[1], token >> 1 & 31);
+        if (token >= 64) word = far;
+      }
+      word >>= (token & 1) * 16 + group;
+      if (row >= rows) word = 0;
+      visible[0] |= (word & 1) << i;
+      visible[1] |= (word >> 8 & 1) << i;
     }
   }
 
-  __device__ __forceinline__ void score_product(int stage, float (&r_score)[ROW_TILES][4]) const {
-#pragma unroll
-    for (int n = 0; n < ROW_TILES; n++) r_score[n][0] = r_score[n][1] = r_score[n][2] = r_score[n][3] = 0.f;
-    const unsigned long long queries = descriptor(uniform(shared_address(shared)), 0, 1024, true);
+  template <int PART>
+  __device__ __forceinline__ void score_part(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
+    if (first) wait_for_queries<PART>();
+    mbarrier_wait(Base::full(stage, PART), tiles() >> 1 & 1);
+    fence_proxy_async();
+    const unsigned long long queries =
+        descriptor(uniform(shared_address(shared + PART * kPartChunks * G::kQueryChunkBytes)), 0, 1024, true);
     const unsigned long long keys = descriptor(uniform(shared_address(shared + G::stage(stage))), 0, 1024, true);
     const unsigned long long rope = descriptor(uniform(shared_address(shared + G::rope(stage))), 0, 1024, true);
     hold_accumulators(r_score);
     wgmma_fence();
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk++)
+    for (int c = 0; c < kPartChunks; c++) {
+      const int chunk = PART * kPartChunks + c;
 #pragma unroll
       for (int step = 0; step < 4; step++)
         wgmma_m64k16<Element, ROW_TILES, false>(r_score,
                                                 further(chunk == kRopeChunk ? rope : further(keys, chunk * kChunkBytes), step * 32),
-                                                further(queries, chunk * G::kQueryChunkBytes + step * 32));
+                                                further(queries, c * G::kQueryChunkBytes + step * 32));
+    }
     wgmma_commit();
-    wgmma_wait<0>();
-    hold_accumulators(r_score);
+  }
+
+  // The first tile of a piece also waits for the queries. The scores are there after wgmma_wait.
+  __device__ __forceinline__ void start_score_product(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) r_score[n][0] = r_score[n][1] = r_score[n][2] = r_score[n][3] = 0.f;
+    score_part<0>(stage, first, r_score);
+    score_part<1>(stage, first, r_score);
+    score_part<2>(stage, first, r_score);
   }
 
   // Some score of the tile is above its row's maximum. Maxima, factors and sums become what they have to be. The exchange between warps is
   // in the rope chunk, which nobody reads any more.
-  __device__ __forceinline__ void raise_maxima(int stage, const float (&r_score)[ROW_TILES][4]) {
+  // Returns the bits of the note, in the first warp.
+  __device__ __forceinline__ int raise_maxima(int stage, const float (&r_score)[ROW_TILES][4], float (&r_highest)[kThreadRows]) {
+    const int offset = fresh(warp * G::kRows);
     float* const s_exchange = (float*)(shared + G::rope(stage));  // [4 warps][rows]
     float* const s_highest = Base::s_highest();
     float* const s_factor = Base::s_factor();
@@ -388,7 +480,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kThreadRows; i++) r_tile[i] = fmaxf(r_score[i / 2][i % 2], r_score[i / 2][2 + i % 2]);
     combine_groups(
         r_tile, lane, kNothingSeen, [](float a, float b) { return fmaxf(a, b); },
-        [&](int i, float highest) { s_exchange[warp * G::kRows + i / 2 * 8 + quad * 2 + i % 2] = highest; });
+        [&](int i, float highest) { s_exchange[offset + i / 2 * 8 + quad * 2 + i % 2] = highest; });
     barrier_sync(barrier, kWarpgroup);
     if (thread < G::kRows) {
       const float before = s_highest[thread];
@@ -399,45 +491,58 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
       s_highest[thread] = highest;
     }
     barrier_sync(barrier, kWarpgroup);
+    unsigned risen = 0;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
       const float2 highest = *(const float2*)&s_highest[n * 8 + quad * 2], factor = *(const float2*)&s_factor[n * 8 + quad * 2];
+      if (highest.x > r_highest[n * 2] || highest.y > r_highest[n * 2 + 1]) risen |= 1u << n;
       r_highest[n * 2] = highest.x, r_highest[n * 2 + 1] = highest.y;
       r_sum[n * 2] *= factor.x, r_sum[n * 2 + 1] *= factor.y;
     }
+    return warp == 0 ? (int)__reduce_or_sync(~0u, risen) : 0;
   }
 
   // What this thread wrote is there for the value warpgroups.
-  __device__ __forceinline__ void hand_over(bool rescale) {
-    if (thread == 0) Base::s_rescale() = rescale;
+  __device__ __forceinline__ void hand_over(int note) {
+    if (thread == 0) Base::s_note() = note;
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(Base::handed());
-    hand_overs++;
+    pass_hand_over();
   }
 
-  __device__ __forceinline__ void attend_tile(int tile) {
-    const int stage = tiles & 1, parity = tiles >> 1 & 1;
+  __device__ __forceinline__ void attend_tile(int tile, bool first) {
+    const int stage = tiles() & 1;
     const bool masked = (tile + 1) * kTileKeys > request.prefix;
     unsigned visible[2] = {~0u, ~0u};
     if (masked) load_visible(tile, visible);
-    mbarrier_wait(Base::full(stage), parity);
-    fence_proxy_async();
     float r_score[ROW_TILES][4];
-    score_product(stage, r_score);
+    start_score_product(stage, first, r_score);
+    float r_highest[kThreadRows];  // running maxima, log2
+    const float* const s_highest = Base::s_highest() + fresh(quad * 2);
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) {
+      const float2 highest = *(const float2*)&s_highest[n * 8];
+      r_highest[n * 2] = highest.x, r_highest[n * 2 + 1] = highest.y;
+    }
+    wgmma_wait<0>();
+    hold_accumulators(r_score);
+    if (masked)
+#pragma unroll
+      for (int i = 0; i < kThreadRows; i++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          if (!(visible[k] >> i & 1)) r_score[i / 2][k * 2 + i % 2] = __int_as_float(0xff800000);
     bool risen = false;
 #pragma unroll
-    for (int i = 0; i < kThreadRows; i++)
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        float& score = r_score[i / 2][k * 2 + i % 2];
-        score *= p.scale_log2e;
-        if (masked && !(visible[k] >> i & 1)) score = __int_as_float(0xff800000);
-        risen = risen || score > r_highest[i];
-      }
+    for (int i = 0; i < kThreadRows; i++) {
+      float &first_key = r_score[i / 2][i % 2], &second_key = r_score[i / 2][2 + i % 2];
+      first_key *= p.scale_log2e, second_key *= p.scale_log2e;
+      risen = risen || fmaxf(first_key, second_key) > r_highest[i];
+    }
     // With the vote, all warps are done with the rope chunk.
-    risen = barrier_sync_or(barrier, kWarpgroup, risen);
-    if (risen) raise_maxima(stage, r_score);
+    int note = 0;
+    if (barrier_sync_or(barrier, kWarpgroup, risen)) note = raise_maxima(stage, r_score, r_highest);
     unsigned r_prob[ROW_TILES][2];
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
@@ -449,14 +554,14 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
         r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
       }
     Base::wait_until_taken();
-    unsigned char* const s_prob = shared + G::prob(stage) + warp * 256 + group * 16 + quad * 4;
+    unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
       *(unsigned*)(s_prob + n * 1024) = r_prob[n][0];
       *(unsigned*)(s_prob + n * 1024 + 128) = r_prob[n][1];
     }
-    hand_over(risen);
-    tiles++;
+    hand_over(note);
+    pass_tile();
   }
 
   // The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the statistics go to combine.
@@ -477,104 +582,60 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
         p.partial_stats[(long long)slot * G::kRows + thread] = make_float2(Base::s_highest()[thread], sum);
       }
     }
-    hand_over(slot < 0);
+    hand_over(slot < 0 ? kFinish : kFinishPartial);
   }
 
-  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces) {
-    Piece piece;
-    bool more = pieces.first(piece);
+  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces, Piece piece, bool more) {
     if (!more && thread == 0) announce_nothing(p, blockIdx.x);
     for (; more; more = pieces.next(piece, Base::schedule())) {
       Base::start_item(piece.item);
-      columns = request.columns();
-      mask_base = p.custom_mask ? load_index(p.mask_indptr, piece.item.number, p.wide_indices & kWideMask) : 0;
       if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
 #pragma unroll
-      for (int i = 0; i < kThreadRows; i++) r_highest[i] = kNothingSeen, r_sum[i] = 0.f;
-      load_queries([&] {
-        if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());
-      });
+      for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f;
+      copy_queries();
+      if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());  // while the queries are on their way
       Base::wait_until_taken();
       if (thread == 0)
-        Base::s_target() = Target{request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
-      for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile);
+        Base::s_target() =
+            Target{piece.item.number, request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
+      barrier_sync(barrier, kWarpgroup);
+      for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, tile == piece.first);
       finish_piece();
     }
+    Base::wait_until_taken();
+    hand_over(kStop);
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------------- the values
 
-// Two warpgroups: O^T = V^T P^T, each 256 of the 512 columns; and the copies of tiles.
+// Two warpgroups: O^T = V^T P^T, each 256 of the 512 columns.
 template <class Element, int ROW_TILES>
 struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
-  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::barrier, Base::request, Base::row_base,
-      Base::rows, Base::tiles, Base::hand_overs;
+  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::tiles, Base::hand_overs,
+      Base::pass_tile, Base::pass_hand_over;
   using typename Base::G;
 
-  static constexpr int kCopyKeys = kTileKeys / (kWarpgroup / 8);  // keys of a tile that each thread copies 16 bytes of a chunk of
-
-  const int half;         // which of the two
-  int r_slot[kCopyKeys];  // slots of the keys that this thread copies next
+  const int half;  // which of the two
   float r_out[kValueChunks][ROW_TILES][4];
 
   __device__ __forceinline__ ValueWarpgroup(const VerifyParams& params, unsigned char* memory, int which)
       : Base(params, memory, 1 + which), half(which) {}
 
-  // The key of a tile that is this thread's i-th, and which 16 bytes of its chunks.
-  __device__ __forceinline__ int copied_key(int i) const { return i * (kWarpgroup / 8) + (thread >> 3); }
-  __device__ __forceinline__ int copied_unit() const { return thread & 7; }
-
-  // Done a tile ahead of the copy, and turned into addresses only there, so that nothing waits for it.
-  __device__ __forceinline__ void load_slots(int tile, int (&slots)[kCopyKeys]) const {
+  // Multiplies the outputs of the row tiles in `which` by the factors that were handed over.
+  __device__ __forceinline__ void multiply_output(int which) {
+    const float* const s_factor = Base::s_factor() + quad * 2;
+    float2 factor[ROW_TILES];
 #pragma unroll
-    for (int i = 0; i < kCopyKeys; i++) slots[i] = load_slot(p, request, tile * kTileKeys + copied_key(i), 0);
-  }
-
-  // Copies CHUNKS chunks from `chunk` on of this thread's i-th key of a tile: prefix columns from the pool, draft columns from k_extend,
-  // zeros beyond the last column.
-  template <int CHUNKS>
-  __device__ __forceinline__ void copy_key(int tile, int slot, int i, int chunk, unsigned target) const {
-    const int key = copied_key(i), column = tile * kTileKeys + key, columns = request.columns();
-    const unsigned char* source = p.kv_pool + (long long)(unsigned)slot * p.kv_slot_stride;
-    if (column >= request.prefix) {
-      const int draft = column < columns ? column - request.prefix : 0;
-      source = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
-    }
-    source += chunk * 128 + copied_unit() * 16;
-    keep_in_register(source);  // one address and its offsets
-    target += chunk_offset(key, copied_unit());
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) cp_async_16(target + c * kChunkBytes, source + c * 128, column < columns ? 16 : 0);
-  }
-
-  // The columns of a tile that this warpgroup alone reads as values.
-  __device__ __forceinline__ void copy_values(int tile, const int (&slots)[kCopyKeys], int stage) const {
-    const unsigned target = shared_address(shared + G::stage(stage)) + half * kValueChunks * kChunkBytes;
-#pragma unroll
-    for (int i = 0; i < kCopyKeys; i++) copy_key<kValueChunks>(tile, slots[i], i, half * kValueChunks, target);
-  }
-
-  // Half of the keys' rope columns; and the tile may be waited for.
-  __device__ __forceinline__ void copy_rope(int tile, const int (&slots)[kCopyKeys], int stage) const {
-    const unsigned target = shared_address(shared + G::rope(stage));
-#pragma unroll
-    for (int i = 0; i < kCopyKeys; i++)
-      if (i / (kCopyKeys / 2) == half) copy_key<1>(tile, slots[i], i, kRopeChunk, target);
-    cp_async_mbarrier_arrive(Base::full(stage));
-  }
-
-  // Multiplies the outputs by the factors that were handed over.
-  __device__ __forceinline__ void rescale_output() {
-    const float* const s_factor = Base::s_factor();
+    for (int n = 0; n < ROW_TILES; n++) factor[n] = *(const float2*)&s_factor[n * 8];
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-      const float2 factor = *(const float2*)&s_factor[n * 8 + quad * 2];
+      if (!(which >> n & 1)) continue;
 #pragma unroll
       for (int i = 0; i < kValueChunks; i++) {
-        r_out[i][n][0] *= factor.x, r_out[i][n][1] *= factor.y;
-        r_out[i][n][2] *= factor.x, r_out[i][n][3] *= factor.y;
+        r_out[i][n][0] *= factor[n].x, r_out[i][n][1] *= factor[n].y;
+        r_out[i][n][2] *= factor[n].x, r_out[i][n][3] *= factor[n].y;
       }
     }
   }
@@ -597,52 +658,21 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
   }
 
-  // Waits for the next hand-over, and does to the outputs what it says. The score warpgroup's fence may be good for this one, too, as the
-  // copies' landing reaches this one through it; nothing says so for the async proxy, and on an H200 this fence costs nothing.
-  __device__ __forceinline__ void take_over() {
-    mbarrier_wait(Base::handed(), hand_overs & 1);
+  // Waits for the next hand-over, and multiplies the outputs if it says so. The score warpgroup's fence may be good for this one, too, as
+  // the copies' landing reaches this one through it; nothing says so for the async proxy, and on an H200 this fence costs nothing.
+  __device__ __forceinline__ int take_over() {
+    mbarrier_wait(Base::handed(), hand_overs() & 1);
     fence_proxy_async();
-    if (Base::s_rescale()) rescale_output();
+    const int note = Base::s_note();
+    if (note != 0 && note <= kFinish) multiply_output(note == kFinish ? ~0 : note);
+    return note;
   }
 
-  // Nobody of this warpgroup needs any more what was handed over.
+  // This warp needs no more of what was handed over.
   __device__ __forceinline__ void taken_over() {
-    barrier_sync(barrier, kWarpgroup);
-    if (thread == 0) mbarrier_arrive(Base::taken());
-    hand_overs++;
-  }
-
-  __device__ __forceinline__ void attend_tile(int tile, int last) {
-    const int stage = tiles & 1;
-    take_over();
-    value_product(stage);
-    taken_over();
-    if (tile + 2 < last) copy_values(tile + 2, r_slot, stage);
-    Base::wait_until_taken();  // by the other, too: P is in the rope chunk
-    if (tile + 2 < last) copy_rope(tile + 2, r_slot, stage);
-    load_slots(tile + 3, r_slot);
-    tiles++;
-  }
-
-  // Starts the copy of the first tile of a piece. Of an earlier piece nothing is needed any more but the accumulators; as long as there are
-  // such, there are no registers for the slots of two tiles, which AT_ONCE loads together.
-  template <bool AT_ONCE>
-  __device__ __forceinline__ void start_piece(const Piece& piece) {
-    Base::start_item(piece.item);
-    int r_first[kCopyKeys];
-    load_slots(piece.first, r_first);
-    if (AT_ONCE) load_slots(piece.first + 1, r_slot);
-    copy_values(piece.first, r_first, tiles & 1);
-    copy_rope(piece.first, r_first, tiles & 1);
-    if (!AT_ONCE) load_slots(piece.first + 1, r_slot);
-  }
-
-  __device__ __forceinline__ void start_second_tile(const Piece& piece) {
-    if (piece.first + 1 < piece.last) {
-      copy_values(piece.first + 1, r_slot, tiles + 1 & 1);
-      copy_rope(piece.first + 1, r_slot, tiles + 1 & 1);
-    }
-    load_slots(piece.first + 2, r_slot);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(Base::taken());
+    pass_hand_over();
   }
 
   __device__ __forceinline__ void clear() {
@@ -652,30 +682,28 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
       for (int n = 0; n < ROW_TILES; n++) r_out[i][n][0] = r_out[i][n][1] = r_out[i][n][2] = r_out[i][n][3] = 0.f;
   }
 
-  // The first column of this thread in chunk i; its second is 8 further.
-  __device__ __forceinline__ int column(int i) const { return (half * kValueChunks + i) * 64 + warp * 16 + group; }
-
-  // The whole item was in this piece.
+  // The whole item was in this piece. Lanes hold two rows of one column: transposed, they hold two columns of one row, and pairs of lanes
+  // exchange halves so that each writes four columns.
   __device__ __forceinline__ void write_output(const Target& t) const {
+    const bool odd = quad & 1;
+    const int column = half * kValueChunks * 64 + warp * 16 + (odd ? 8 : 0) + quad / 2 * 4;
 #pragma unroll
-    for (int n = 0; n < ROW_TILES; n++)
+    for (int n = 0; n < ROW_TILES; n++) {
+      const int row = n * 8 + group;
+      unsigned short* const target = output_row(p, t.q_start, t.row_base + min(row, t.rows - 1)) + column;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int row = n * 8 + quad * 2 + e;
-        if (row >= t.rows) continue;
-        unsigned short* const target = output_row(p, t.q_start, t.row_base + row);
-#pragma unroll
-        for (int i = 0; i < kValueChunks; i++) {
-          target[column(i)] = to_bits<Element>(r_out[i][n][e]);
-          target[column(i) + 8] = to_bits<Element>(r_out[i][n][2 + e]);
-        }
+      for (int i = 0; i < kValueChunks; i++) {
+        const unsigned lo = movmatrix_trans(pack2<Element>(r_out[i][n][0], r_out[i][n][1]));
+        const unsigned hi = movmatrix_trans(pack2<Element>(r_out[i][n][2], r_out[i][n][3]));
+        const unsigned other = __shfl_xor_sync(~0u, odd ? lo : hi, 1);
+        if (row < t.rows) *(uint2*)(target + i * 64) = odd ? make_uint2(other, hi) : make_uint2(lo, other);
       }
+    }
   }
 
   // The item goes on in another piece: leave the accumulators for combine.
   __device__ __forceinline__ void write_partial(int slot) const {
     float4* const target = p.partial_out + (long long)slot * G::kPartialFloat4 + lane;
-    const int half = threadIdx.x / kWarpgroup - 1;  // worked out anew: the member would be in the way all the time
 #pragma unroll
     for (int i = 0; i < kValueChunks; i++)
 #pragma unroll
@@ -684,55 +712,134 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
             make_float4(r_out[i][n][0], r_out[i][n][1], r_out[i][n][2], r_out[i][n][3]);
   }
 
-  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces) {
-    Piece piece;
-    bool more = pieces.first(piece);
-    if (more) start_piece<true>(piece);
-    while (more) {
-      start_second_tile(piece);
-      clear();
-      for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, piece.last);
-      // The copies of the next piece are under way while this one is written.
-      more = pieces.next(piece, Base::schedule());
-      if (more) start_piece<false>(piece);
-      take_over();
+  // What there is to do it learns from the hand-overs.
+  __device__ __forceinline__ void run() {
+    clear();
+    for (int note; (note = take_over()) != kStop;) {
+      if (note < kFinish) {
+        const int stage = tiles() & 1;
+        pass_tile();
+        value_product(stage);
+        taken_over();
+        if (lane == 0) mbarrier_arrive(Base::free(stage));
+        continue;
+      }
       const Target target = Base::s_target();
       taken_over();
-      if (target.partial_slot < 0) {
+      if (note == kFinish) {
         write_output(target);
       } else {
         write_partial(target.partial_slot);
       }
+      clear();
     }
   }
 };
 
-// Grid: (workers). Block: 384 threads.
+// ---------------------------------------------------------------------------------------------------------------------------- the copies
+
+// One warpgroup: tiles into shared memory.
+template <int ROW_TILES>
+struct CopyWarpgroup : Warpgroup<ROW_TILES> {
+  using Base = Warpgroup<ROW_TILES>;
+  using Base::p, Base::shared, Base::thread, Base::request;
+  using typename Base::G;
+
+  static constexpr int kRound = kWarpgroup / 8;           // keys that the warpgroup copies 16 bytes each of at once
+  static constexpr int kThreadKeys = kTileKeys / kRound;  // keys of a tile that each thread copies parts of
+
+  int tiles;                // copied so far, over all pieces
+  int r_slot[kThreadKeys];  // of the keys that this thread copies next
+
+  __device__ __forceinline__ CopyWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 3), tiles(0) {}
+
+  // The key of a tile that is this thread's i-th.
+  __device__ __forceinline__ int copied_key(int i) const { return i * kRound + (thread >> 3); }
+
+  // Done a tile ahead of the copy, and turned into addresses only there, so that nothing waits for it.
+  __device__ __forceinline__ void load_slots(int tile) {
+#pragma unroll
+    for (int i = 0; i < kThreadKeys; i++) r_slot[i] = load_slot(p, request, tile * kTileKeys + copied_key(i), 0);
+  }
+
+  // Prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.
+  __device__ __forceinline__ void copy_tile(int tile) {
+    const int stage = tiles & 1, unit = thread & 7, columns = request.columns();
+    const unsigned char* source[kThreadKeys];
+    unsigned existing = 0;
+#pragma unroll
+    for (int i = 0; i < kThreadKeys; i++) {
+      const int column = tile * kTileKeys + copied_key(i);
+      source[i] = p.kv_pool + (long long)(unsigned)r_slot[i] * p.kv_slot_stride;
+      if (column >= request.prefix) {
+        const int draft = column < columns ? column - request.prefix : 0;
+        source[i] = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
+      }
+      source[i] += unit * 16;
+      keep_in_register(source[i]);  // one address and its offsets
+      existing |= (unsigned)(column < columns) << i;
+    }
+    mbarrier_wait(Base::free(stage), (tiles >> 1) - 1 & 1);  // the first two are free, as in wait_until_taken
+    const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
+    const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk++) {
+#pragma unroll
+      for (int i = 0; i < kThreadKeys; i++)
+        cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128,
+                    existing >> i & 1 ? 16 : 0);
+      if (chunk % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, chunk / kPartChunks));
+    }
+    load_slots(tile + 1);
+    tiles++;
+  }
+
+  __device__ __forceinline__ void run() {
+    const Beginning beginning = *(const Beginning*)(shared + G::kOffsetBeginning);
+    Pieces<kTileKeys> pieces(p, beginning.position);
+    Piece piece;
+    piece.first = beginning.first, piece.last = beginning.last;
+    request = beginning.request;
+    for (bool more = piece.first < piece.last; more; more = pieces.next(piece, Base::schedule()), request = piece.item.request) {
+      load_slots(piece.first);
+      for (int tile = piece.first; tile < piece.last; tile++) copy_tile(tile);
+    }
+  }
+};
+
+// Grid: (workers). Block: 512 threads.
 template <class Element, int ROW_TILES>
 __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_ALIGNED_DYNAMIC_SHARED(hopper_shared, 1024);
+  launch_dependents();
   const int worker = blockIdx.x;
   const SizedRequest sized = load_sized_request<kTileKeys>(p, threadIdx.x & 31);
+  const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
   if (threadIdx.x == 0) {
+    *(Schedule*)(hopper_shared + G::kOffsetSchedule) = schedule;
     const unsigned mbarriers = shared_address(hopper_shared + G::kOffsetMbarriers);
-    mbarrier_init(mbarriers, 2 * kWarpgroup), mbarrier_init(mbarriers + 8, 2 * kWarpgroup);
-    mbarrier_init(mbarriers + 16, kWarpgroup / 32);
-    mbarrier_init(mbarriers + 24, 2);
+    for (int i = 0; i < kMbarriers; i++)
+      mbarrier_init(mbarriers + i * 8, i < 2 * kParts ? kWarpgroup : i == kMbarriers - 2 ? kWarpgroup / 32 : 2 * kWarpgroup / 32);
     mbarrier_fence_init();
   }
-  __syncthreads();
-  const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
   Pieces<kTileKeys> pieces(p, schedule, worker, sized);
-  // Read when a first piece is done: barrier_sync and the hand-overs have passed it on by then.
-  if (threadIdx.x == 0) *(Schedule*)(hopper_shared + G::kOffsetSchedule) = schedule;
+  Piece piece;
+  const bool any = pieces.first(piece);
+  if (threadIdx.x == 0)
+    *(Beginning*)(hopper_shared + G::kOffsetBeginning) =
+        Beginning{piece.item.request, any ? piece.first : 0, any ? piece.last : 0, pieces.position};
+  __syncthreads();
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  if (warpgroup == 0) {
-    set_max_registers_down<G::kScoreRegisters>();
-    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces);
+  if (warpgroup == 3) {
+    set_max_registers_down<G::kCopyRegisters>();
+    CopyWarpgroup<ROW_TILES>(p, hopper_shared).run();
+  } else if (warpgroup == 0) {
+    if constexpr (G::kScoreRegisters > 128) set_max_registers_up<G::kScoreRegisters>();
+    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
   } else {
     set_max_registers_up<G::kValueRegisters>();
-    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run(pieces);
+    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run();
   }
 }
 

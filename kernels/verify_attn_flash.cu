@@ -124,6 +124,18 @@ __device__ __forceinline__ unsigned short to_bits(float x) {
   return (unsigned short)(pack2<Element>(x, 0.f) & 0xffffu);
 }
 
+// The next kernel of the stream may come to the GPU before this one has ended, if it was launched so; it waits there until this one has.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #endif  // KDTREE_HOST
 
 // ---------------------------------------------------------------------------------------------------------------------------- constants
@@ -220,11 +232,14 @@ __device__ __forceinline__ int load_slot(const VerifyParams& p, const Request& r
 
 // ---------------------------------------------------------------------------------------------------------------------------- schedule
 //
-// The line: request 0's row block 0 with its tiles, then row block 1, ..., then request 1's. W workers share its T tiles evenly: the first
-// T % W take one tile more than the others. W is the number of blocks, but never more than T: then no stretch is empty and the workers of a
-// cut item are consecutive. If all requests on the line are alike and there are fewer items than workers, each item has a line, and as many
-// workers, of its own: then every stretch lies inside one item, and the row blocks of one request read the same keys at the same time, the
-// second from L2.
+// If all requests have equally many row blocks, as they do when their q_len is the same, and the workers can be shared out among so many
+// without leaving an eighth of them idle, there is a line for each row block: request 0's tiles, then request 1's, and so on. So the cuts
+// of all row blocks are the same, and they read the same keys at the same time, all but the first from L2. Otherwise there is one line:
+// request 0's row block 0 with its tiles, then row block 1, ..., then request 1's.
+//
+// The workers of a line share its T tiles evenly: the first T % W of them take one tile more than the others. If the requests on it are
+// equally long and there is a worker for each, each request is a line of its own: going from one item to another costs a worker as much as
+// two or three tiles. A line never has more workers than tiles: then no stretch is empty and the workers of a cut item are consecutive.
 //
 // A request whose prefix is shorter than a tile is not on the line: its items are dealt out whole. Graph runners pad a batch with requests
 // of prefix 1, and those must not move the cuts of the others: a request's result has the same bits with and without padding.
@@ -244,14 +259,24 @@ struct Item {
 // What one worker must know of its line.
 struct Schedule {
   int short_items;                 // of the whole batch
-  int stretch_start, stretch_end;  // of this worker, on the line
+  int stretch_start, stretch_end;  // of this worker, on its line
   int share;                       // tiles of a worker, at least
   int longer;                      // how many workers take one more
-  int last_of_item;                // the last worker of this one's item, if each has a line of its own; else -1
+  int kind;                        // of lines, and whose this one is: see below
 
-  // The last worker of an item that this one starts and does not finish. The item's last tile is `tile`.
-  __device__ __forceinline__ int last_worker(int tile) const {
-    if (last_of_item >= 0) return last_of_item;
+  static constexpr int kLineOfRequest = 1 << 16;  // a bit of the kind; the others: the row block, if each has its own line, plus 1
+  __device__ __forceinline__ bool line_each() const { return kind != 0; }
+  __device__ __forceinline__ int row_block() const { return (kind & kLineOfRequest - 1) - 1; }
+
+  // How many more workers share an item that this one starts and does not finish. The item begins at `start` of the line.
+  __device__ __forceinline__ int more_workers(int start, int last_tile) const {
+    const int before = kind & kLineOfRequest ? start : 0;
+    return owner(last_tile - before) - owner(stretch_end - 1 - before);
+  }
+
+ private:
+  // The worker whose stretch a tile is in, counted from the line's first.
+  __device__ __forceinline__ int owner(int tile) const {
     const int long_part = longer * (share + 1);
     const bool in_long_part = tile < long_part;
     const unsigned before = in_long_part ? tile : tile - long_part, stretch = in_long_part ? share + 1 : share;
@@ -264,8 +289,10 @@ struct SizedRequest {
   Request request;
   int tiles, blocks;
   bool is_short;
-  // What the request adds to the line (tiles) or to the short items.
-  __device__ __forceinline__ int units(bool of_short) const { return is_short != of_short ? 0 : of_short ? blocks : tiles * blocks; }
+  // What the request adds to a line (tiles) or to the short items.
+  __device__ __forceinline__ int units(bool of_short, bool line_each) const {
+    return is_short != of_short ? 0 : of_short ? blocks : line_each ? tiles : tiles * blocks;
+  }
 };
 
 template <int TILE_KEYS>
@@ -279,43 +306,55 @@ __device__ __forceinline__ SizedRequest load_sized_request(const VerifyParams& p
   return sized;
 }
 
-// The largest of a warp's 32 numbers, for all of them, in one instruction: floats are ordered as integers are, once the negative ones'
-// other bits are turned over. A NaN is larger than anything, or smaller.
-__device__ __forceinline__ float warp_max(float x) {
-  auto turn = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-  return __int_as_float(turn(__reduce_max_sync(~0u, turn(__float_as_int(x)))));
+// Floats ordered as integers are: the negative ones' other bits are turned over. A NaN is larger than anything, or smaller.
+__device__ __forceinline__ int ordered_bits(float x) {
+  const int bits = __float_as_int(x);
+  return bits ^ (bits >> 31 & 0x7fffffff);
 }
+__device__ __forceinline__ float of_ordered_bits(int bits) { return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff)); }
 
-// One warp, all lanes: counts the line and the short items, and finds the worker's stretch. A lane brings its request of the first 32.
+// The largest of a warp's 32 numbers, for all of them, in one instruction.
+__device__ __forceinline__ float warp_max(float x) { return of_ordered_bits(__reduce_max_sync(~0u, ordered_bits(x))); }
+
+// One warp, all lanes: counts the lines and the short items, and finds the worker's stretch. A lane brings its request of the first 32.
 template <int TILE_KEYS>
 __device__ __forceinline__ Schedule make_schedule(const VerifyParams& p, SizedRequest sized, int worker) {
   const int lane = threadIdx.x & 31;
-  int total = 0, short_items = 0, on_line = 0, most_tiles = 0, most_blocks = 0;
+  int total = 0, tiles = 0, short_items = 0;                                            // tiles: once for all row blocks
+  int requests = 0, most_tiles = 0, most_blocks = 0, fewest_blocks = p.row_blocks + 1;  // of those on the line
   for (int b0 = 0;;) {
-    total += sized.units(false);
-    short_items += sized.units(true);
-    on_line += __popc(__ballot_sync(~0u, b0 + lane < p.bs && !sized.is_short));
-    most_tiles = max(most_tiles, sized.is_short ? 0 : sized.tiles);
-    most_blocks = max(most_blocks, sized.is_short ? 0 : sized.blocks);
+    total += sized.units(false, false);
+    tiles += sized.units(false, true);
+    short_items += sized.units(true, false);
+    const bool on_line = sized.tiles > 0 && !sized.is_short;
+    requests += __popc(__ballot_sync(~0u, on_line));
+    most_tiles = max(most_tiles, on_line ? sized.tiles : 0);
+    most_blocks = max(most_blocks, on_line ? sized.blocks : 0);
+    fewest_blocks = min(fewest_blocks, on_line ? sized.blocks : fewest_blocks);
     b0 += 32;
     if (b0 >= p.bs) break;
     sized = load_sized_request<TILE_KEYS>(p, b0 + lane);
   }
   total = __reduce_add_sync(~0u, total);
-  most_tiles = __reduce_max_sync(~0u, most_tiles);
-  const int items = on_line * __reduce_max_sync(~0u, most_blocks);
-  const int workers = max(1, min(p.workers, total));
-  const bool alike = items > 0 && items <= workers && total == (long long)items * most_tiles;
-  // Lines, tiles of each, and workers of each.
-  const int lines = alike ? items : 1, line_tiles = alike ? most_tiles : total, line_workers = quotient(workers, lines);
-  const int line = quotient(worker, line_workers), within = worker - line * line_workers;
+  tiles = __reduce_add_sync(~0u, tiles);
+  const int blocks = max(1, __reduce_max_sync(~0u, most_blocks));
+  const bool equal = -__reduce_max_sync(~0u, -fewest_blocks) == blocks;
+  const int workers_each = quotient(p.workers, blocks);
+  const bool line_each = equal && workers_each * blocks * 8 >= p.workers * 7;
+  const int longest = __reduce_max_sync(~0u, most_tiles);
+  const bool of_requests = line_each && requests <= workers_each && tiles == requests * longest;
+  // Of each row block: lines, workers and tiles of each.
+  const int lines = of_requests ? requests : 1, line_tiles = of_requests ? longest : line_each ? tiles : total;
+  const int line_workers = max(1, min(quotient(line_each ? workers_each : p.workers, lines), line_tiles));
+  const int number = quotient(worker, line_workers), row_block = quotient(number, lines);
+  const int line = number - row_block * lines, within = worker - number * line_workers;
   Schedule s;
   s.short_items = __reduce_add_sync(~0u, short_items);
   s.share = (int)((unsigned)line_tiles / (unsigned)line_workers);
   s.longer = line_tiles - s.share * line_workers;
   s.stretch_start = line * line_tiles + within * s.share + min(within, s.longer);
-  s.stretch_end = s.stretch_start + (line < lines ? s.share + (within < s.longer) : 0);
-  s.last_of_item = alike ? (line + 1) * line_workers - 1 : -1;
+  s.stretch_end = s.stretch_start + (row_block < (line_each ? blocks : 1) ? s.share + (within < s.longer) : 0);
+  s.kind = (line_each ? row_block + 1 : 0) | (of_requests ? Schedule::kLineOfRequest : 0);
   return s;
 }
 
@@ -345,6 +384,9 @@ struct Pieces {
     look(schedule, sized, of_short);
   }
 
+  // Those that are left.
+  __device__ __forceinline__ Pieces(const VerifyParams& params, int next_position) : p(params), position(next_position) {}
+
   // False if there is none.
   __device__ __forceinline__ bool first(Piece& piece) {
     if (!any) return false;
@@ -358,7 +400,9 @@ struct Pieces {
   // there may be no registers for what 32 lanes know of theirs.
   __device__ __forceinline__ bool next(Piece& piece, const Schedule& schedule) {
     if (position >= schedule.stretch_end) return false;
-    look(schedule, load_sized_request<TILE_KEYS>(p, threadIdx.x & 31), position < 0);
+    int lane = threadIdx.x & 31;
+    keep_in_register(lane);  // what follows from it is worked out here, not kept all the time
+    look(schedule, load_sized_request<TILE_KEYS>(p, lane), position < 0);
     take(piece);
     piece.item.request = load_request(p, piece.item.number);
     return true;
@@ -376,7 +420,8 @@ struct Pieces {
     const int lane = threadIdx.x & 31;
     int unit = of_short ? position + schedule.short_items : position;  // counted from the 32 requests in question
     for (int b0 = 0;;) {
-      const int units = sized.units(of_short);
+      const bool line_each = schedule.line_each();
+      const int units = sized.units(of_short, line_each);
       int end = units;  // of this lane's request, once those of all below it are added
 #pragma unroll
       for (int offset = 1; offset < 32; offset <<= 1) {
@@ -392,7 +437,7 @@ struct Pieces {
       finder = __ffs((int)(hit | 1u << 31)) - 1;
       // Side by side: the compiler would leave what the vote does not need for afterwards.
       keep_in_register(row_block), keep_in_register(rest), keep_in_register(finder);
-      found.item = Item{min(b0 + lane, p.bs - 1), sized.request, of_short ? within : row_block, tiles};
+      found.item = Item{min(b0 + lane, p.bs - 1), sized.request, of_short ? within : line_each ? schedule.row_block() : row_block, tiles};
       found.first = of_short ? 0 : rest;
       found.last = of_short ? tiles : min(tiles, rest + (schedule.stretch_end - position));
       found.after = position + (of_short ? p.workers : found.last - found.first);
@@ -432,8 +477,8 @@ __device__ __forceinline__ void announce(const VerifyParams& p, const Piece& pie
   // The last item that a worker starts is the one that may be cut, so what is said last is what counts.
   if (piece.first != 0) return announce_nothing(p, worker);
   const int number = piece.item.number * p.row_blocks + piece.item.row_block;
-  const int last_worker = piece.whole() ? worker : schedule.last_worker(piece.last_tile());
-  p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, last_worker, 0);
+  const int more_workers = piece.whole() ? 0 : schedule.more_workers(piece.after - piece.last, piece.last_tile());
+  p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, worker + more_workers, 0);
 }
 
 // Where a row of the output goes.
@@ -458,9 +503,10 @@ struct Geometry {
   static constexpr int kOffsetProb = kStages * kTileBytes;                   // P: [row][key]
   static constexpr int kOffsetExchange = kOffsetProb + kRows * kProbStride;  // partial scores, see exchange_slot
   static constexpr int kOffsetRows =
-      kOffsetExchange + kQuarters * kRows * kTileKeys * 4;        // (what the last tile multiplied by, maximum so far)
-  static constexpr int kOffsetSum = kOffsetRows + kRows * 8;      // sum of each row, when the item is done
-  static constexpr int kOffsetSchedule = kOffsetSum + kRows * 4;  // in registers it would be in the way all the time
+      kOffsetExchange + kQuarters * kRows * kTileKeys * 4;     // (what the last tile multiplied by, maximum so far)
+  static constexpr int kOffsetSum = kOffsetRows + kRows * 8;   // sum of each row, when the item is done
+  static constexpr int kOffsetRisen = kOffsetSum + kRows * 4;  // [8 warps]: a bit for each row tile, see softmax
+  static constexpr int kOffsetSchedule = kOffsetRisen + 8;     // in registers it would be in the way all the time
   static constexpr int kSharedBytes = kOffsetSchedule + sizeof(Schedule);
   static constexpr int kOffsetQueries = kTileBytes;                      // before the first tile: the queries, over all but stage 0
   static constexpr int kPartialFloat4 = 8 * kDimTiles * ROW_TILES * 32;  // accumulators of one block
@@ -661,10 +707,10 @@ struct VerifyBlock {
 
   // Scores, in log2 units, to probabilities, P = exp2(score - running maximum), in shared memory. The maximum is exact at every tile: the
   // largest weight of a row is then 1 and carries no rounding error, which a reference that lags behind would add to every row. The row
-  // sums are taken of the rounded values, as the product is. load_values() is called while the scores are on their way. True if a maximum
-  // has risen.
+  // sums are taken of the rounded values, as the product is. load_values() is called while the scores are on their way. Each warp leaves
+  // word of the row tiles in which the maximum of its row has risen.
   template <class LoadValues>
-  __device__ __forceinline__ bool softmax(unsigned visible, LoadValues load_values) {
+  __device__ __forceinline__ void softmax(unsigned visible, LoadValues load_values) {
     const float* const s_score = (const float*)(shared + G::kOffsetExchange) + exchange_slot(0, lane >> 4, 0, lane & 7, warp >> 1) * 4 +
                                  (lane >> 3 & 1) * 2 + ((warp ^ lane >> 4) & 1);
     float r_score[G::kWarpRows], before[G::kWarpRows], highest[G::kWarpRows];
@@ -685,27 +731,29 @@ struct VerifyBlock {
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) highest[i] = warp_max(r_score[i]);
     __syncwarp();  // all lanes have read the old maxima
-    bool risen = false;
+    unsigned risen = 0;
     unsigned short prob[G::kWarpRows];
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) {
       highest[i] = fmaxf(before[i], highest[i]);
       prob[i] = to_bits<Element>(exp2_approx(r_score[i] - highest[i]));
       const float factor = exp2_approx(before[i] - highest[i]);
-      risen = risen || highest[i] > before[i];
+      risen |= (unsigned)(highest[i] > before[i]) << i;
       r_sum[i] = r_sum[i] * factor + unpack2<Element>(prob[i]).x;
       if (lane == 0) s_rows[finished_row(i)] = make_float2(factor, highest[i]);
     }
     unsigned char* const s_prob = shared + G::kOffsetProb + finished_row(0) * G::kProbStride + lane * 2;
 #pragma unroll
     for (int i = 0; i < G::kWarpRows; i++) *(unsigned short*)(s_prob + i * 8 * G::kProbStride) = prob[i];
-    return risen;
+    if (lane == 0) shared[G::kOffsetRisen + warp] = (unsigned char)risen;
   }
 
-  // Fits the output accumulators to the new maxima.
+  // Fits the output accumulators to the new maxima, those of the row tiles that have one.
   __device__ __forceinline__ void rescale_output() {
+    const unsigned risen = __reduce_or_sync(~0u, shared[G::kOffsetRisen + (lane & 7)]);
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
+      if (!(risen >> n & 1)) continue;
       const float2 factor = make_float2(s_rows[n * 8 + quad * 2].x, s_rows[n * 8 + quad * 2 + 1].x);
 #pragma unroll
       for (int i = 0; i < kDimTiles; i++) {
@@ -769,11 +817,12 @@ struct VerifyBlock {
       send_scores(r_part);
     }
     unsigned r_value[kDimTiles][4];
-    const bool risen = softmax(visible, [&] {
+    softmax(visible, [&] {
 #pragma unroll
       for (int i = 0; i < kDimTiles; i++) load_value(tile_address, 0, i, r_value[i]);
     });
-    if (__syncthreads_or(risen)) rescale_output();  // P is complete
+    __syncthreads();  // P is complete
+    rescale_output();
     value_product(tile_address, r_value);
   }
 
@@ -847,6 +896,7 @@ template <class Element, int ROW_TILES>
 __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_DYNAMIC_SHARED(shared);
+  launch_dependents();
   const int worker = blockIdx.x;
   const SizedRequest sized = load_sized_request<kTileKeys>(p, threadIdx.x & 31);
   const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
@@ -906,6 +956,7 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   float* const s_weight = (float*)(shared + kCombineWarps * 512 + 32);  // [splits][8 rows]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane & 3;
 
+  wait_for_kernel_before();
   int item = blockIdx.y;
   const bool rows_by_worker = p.bs * p.row_blocks > p.workers;
   if (!rows_by_worker) {

@@ -38,25 +38,29 @@ def forty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "items, item_tiles, workers, short, dealt",
+    "bs, row_blocks, item_tiles, workers, short, dealt",
     [
-        (2, 33, 4, False, (17, 4)),  # 66 tiles: stretches of 16, 17, 16, 17; both items in two pieces
-        (2, 33, 5, False, (17, 4)),  # five workers are rounded down to four, so that no stretch holds two items
-        (3, 4, 2, False, (6, 2)),  # 12 tiles: the item in the middle is cut in half, the others are whole
-        (4, 3, 4, False, (3, 0)),  # one item each
-        (1, 2, 8, False, (1, 2)),  # never more workers than tiles
-        (5, 2, 2, True, (6, 0)),  # short ones are dealt out whole: three for one worker, two for the other
+        (1, 2, 33, 4, False, (17, 4)),  # a line each, of 33 tiles for two workers
+        (1, 2, 33, 5, False, (14, 6)),  # a line each would leave one of five idle: 66 tiles, cut where they may
+        (3, 1, 4, 2, False, (6, 2)),  # 12 tiles: the item in the middle is cut in half, the others are whole
+        (2, 2, 5, 16, False, (2, 16)),  # four lines of four workers, for five tiles
+        (3, 2, 5, 4, False, (8, 4)),  # two lines of 15 tiles for two workers: the second request of each is cut
+        (4, 1, 3, 4, False, (3, 0)),  # one item each
+        (1, 1, 2, 8, False, (1, 2)),  # never more workers than tiles
+        (5, 1, 2, 2, True, (6, 0)),  # short ones are dealt out whole: three for one worker, two for the other
     ],
 )
-def test_tiles_are_dealt_out(items: int, item_tiles: int, workers: int, short: bool, dealt: tuple[int, int]) -> None:
-    assert deal(items, item_tiles, workers, short) == dealt
+def test_tiles_are_dealt_out(
+    bs: int, row_blocks: int, item_tiles: int, workers: int, short: bool, dealt: tuple[int, int]
+) -> None:
+    assert deal(bs, row_blocks, item_tiles, workers, short) == dealt
 
 
 def test_tiles_are_dealt_out_as_the_kernel_does() -> None:
     """The kernel's own table of cut items, from the CPU build: which workers share which item."""
     library, rnd = cached_binary("host"), random.Random(3)
     for _ in range(40):
-        bs, workers = rnd.randint(1, 4), rnd.randint(1, 9)
+        bs, workers = rnd.randint(1, 4), rnd.randint(1, 17)
         q_len, heads = rnd.choice([(2, 8), (9, 8), (3, 16), (5, 9)])
         prefix = rnd.choice([1, 31, 31, 32, 65, 130])
         kernel = host_kernel(library, workers=workers)
@@ -66,7 +70,7 @@ def test_tiles_are_dealt_out_as_the_kernel_does() -> None:
         items = bs * cut.row_blocks
         rows = kernel.cut_items.view(workers, 4)[: min(items, workers)].tolist()
         partials = sum(last - first + 1 for _, first, last, _ in rows if last > first)
-        assert deal(items, item_tiles, workers, prefix < PORTABLE.tile_keys)[1] == partials, (
+        assert deal(bs, cut.row_blocks, item_tiles, workers, prefix < PORTABLE.tile_keys)[1] == partials, (
             bs,
             q_len,
             heads,

@@ -76,7 +76,7 @@ def error_lines(text: str) -> list[str]:
         ((8, 0), "sm_80"),
         ((8, 6), "sm_86"),
         ((8, 9), "sm_89"),
-        ((9, 0), "sm_90"),
+        ((9, 0), "sm_90a"),
         ((10, 0), "sm_100"),
         ((10, 3), "sm_100"),
         ((12, 0), "sm_120"),
@@ -130,7 +130,8 @@ def test_targets_of_this_host(tmp_path: Path):
     library = fake_nvml(tmp_path, [(12, 0), None, (8, 9), (7, 5), (12, 0), (12, 1)])
     assert compiling.visible_targets(library) == ["sm_120", "sm_89"]
     library = fake_nvml(tmp_path, [(12, 0), (9, 0), (9, 0)])
-    assert compiling.visible_targets(library) == ["sm_120", "sm_90"]
+    assert compiling.visible_targets(library) == ["sm_120", "sm_90a"]
+    assert compiling.visible_targets(library, config="portable") == ["sm_120", "sm_90"]
     assert compiling.visible_targets(library, config="hopper") == ["sm_90a"]
 
 

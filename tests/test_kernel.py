@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kdtree_patch import compile as compiling
+from kdtree_patch import kernel as kernel_module
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary, cubin_target
 from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, host_launcher
@@ -248,6 +250,26 @@ def test_no_lengths_have_more_tiles_than_the_bound(config) -> None:
 )
 def test_a_configuration_has_its_own_cubin(capability, config, target) -> None:
     assert cubin_target(capability, config) == target
+
+
+@pytest.mark.parametrize("capability, own", [((9, 0), "hopper"), ((10, 0), "portable"), ((12, 0), "portable")])
+def test_a_device_has_its_own_configuration(monkeypatch, capability, own) -> None:
+    found = SimpleNamespace(name="Some GPU", major=capability[0], minor=capability[1], multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(compiling, "cached_binary", lambda target, cache_dir: target)
+    monkeypatch.setattr(kernel_module, "gpu_launcher", lambda *arguments: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: None)
+    loaded = VerifyKernel.load(torch.device("cuda", 0))
+    assert (loaded.config.name, loaded.target) == (own, cubin_target(capability, own))
+
+
+@pytest.mark.parametrize(
+    "capability, driver, overlap",
+    [((9, 0), 12030, True), ((12, 0), 13000, True), ((8, 9), 13000, False), ((9, 0), 12020, False)],
+)
+def test_where_kernels_may_overlap(capability, driver, overlap) -> None:
+    assert kernel_module.may_overlap(capability, driver) is overlap
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kdtree_patch.compile_command import MAX_REGISTERS
 # out, so that a change of the table is noticed here.
 SHARED_LIMITS = {"portable": 101_376, "hopper": 232_448}
 # What the launch bounds of a Hopper kernel leave to a thread; setmaxnreg, which -v does not show, shares it out anew.
-HOPPER_REGISTERS = 168
+HOPPER_REGISTERS = 128
 
 Outcomes = dict[str, CompileResult | str]
 
@@ -104,8 +104,10 @@ def test_registers_are_there_to_be_shared_out(result: CompileResult):
 
 @pytest.mark.parametrize("target", NVRTC_TARGETS)
 def test_nvrtc_has_no_warnings(result: CompileResult):
-    """Such as that setmaxnreg was ignored, or that wgmma was serialised, which ptxas says in a warning."""
-    assert re.findall(r".*\bwarning\b.*", result.log) == []
+    """Such as that setmaxnreg was ignored; or that each wgmma waits for the one before (seen to take the kernel 20 % of
+    its speed), which ptxas does not even call a warning.
+    """
+    assert re.findall(r".*(?:\bwarning\b|Potential Performance Loss).*", result.log) == []
 
 
 def test_source_includes_nothing_that_nvrtc_would_have_to_find():

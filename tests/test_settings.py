@@ -102,7 +102,7 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
         ("KDTREE_GUARD_REL", "5%", "a number above 0"),
         ("KDTREE_GUARD_DUMP", "/tmp", "it needs KDTREE_GUARD_REL"),
         ("KDTREE_SELFTEST", "no", "1, 0"),
-        ("KDTREE_CONFIG", "sm_90", "portable, hopper"),
+        ("KDTREE_CONFIG", "sm_90", "auto, portable, hopper"),
     ],
 )
 def test_what_is_not_understood_is_refused(variable: str, value: str, allowed: str) -> None:

@@ -319,6 +319,11 @@ inline int __all_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {
   return host::ballot({"__all_sync", line}, mask, predicate != 0) == host::kAllLanes;
 }
 
+// -- kernels of a stream: here, one after the other
+
+inline void launch_dependents() {}
+inline void wait_for_kernel_before() {}
+
 // -- arithmetic
 
 // As ex2.approx.ftz: a result that is not a normal number is 0.
@@ -327,8 +332,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.f : y;
 }
 
-// rcp.approx.ftz may be a unit in the last place off; this one is not.
-inline float reciprocal_approx(float x) { return 1.f / x; }
+// rcp.approx.ftz may be a unit in the last place off, this one is.
+inline float reciprocal_approx(float x) { return std::nextafter(1.f / x, 0.f); }
 
 template <class Element>
 unsigned short to_bits(float x) {

@@ -151,6 +151,36 @@ inline void bulk_copy(unsigned target, const void* source, int bytes, unsigned m
 // Between writes of threads, or of their cp.asyncs, and their use by wgmma or bulk_copy.
 inline void fence_proxy_async() { host::current->block->races().fence(host::current->index); }
 
+// -- within a warp
+
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"__reduce_or_sync", line};
+  if (mask != host::kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
+  host::Warp& warp = *host::current->warp;
+  block.meet(site, value, [&warp](const host::Operands<unsigned>& lanes) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < host::kLanes; ++lane) bits |= lanes[lane];
+    warp.result = static_cast<int>(bits);
+  });
+  return static_cast<unsigned>(warp.result);
+}
+
+// An 8 x 8 matrix of 16-bit numbers, of which a lane has row lane / 4 and columns lane % 4 * 2 and the next: transposed.
+inline unsigned movmatrix_trans(unsigned a, KDTREE_HOST_LINE) {
+  struct Operand {
+    unsigned given, taken;
+  } operand{a, 0};
+  host::current->block->meet({"movmatrix_trans", line}, operand, [](const host::Operands<Operand>& lanes) {
+    const auto element = [&](int row, int column) { return lanes[row * 4 + column / 2].given >> column % 2 * 16 & 0xffff; };
+    for (int lane = 0; lane < host::kLanes; ++lane) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      lanes[lane].taken = element(column, row) | element(column + 1, row) << 16;
+    }
+  });
+  return operand.taken;
+}
+
 // -- barriers that a warp need not wait at
 
 inline void barrier_arrive(int id, int threads, KDTREE_HOST_LINE) {
