@@ -241,16 +241,23 @@ def test_a_server_that_is_no_faster_misses_them(bed: Bed, monkeypatch: pytest.Mo
     assert "graph 8192,1: 0." in bed.found("nowhere slower")
 
 
-def test_a_slow_first_window_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_take_turns_and_the_shortest_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
     class Stream:
-        seconds = iter((9.0, 1.0))
+        def __init__(self, name: str, *seconds: float):
+            self.name, self.seconds = name, iter(seconds)
 
         def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
+            asked.append(self.name)
             return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
 
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
-    found = speed.measure(Stream(), [[1]], 21)  # type: ignore[arg-type]
-    assert (found["step_ms"], found["repeats"], found["tokens_per_step"], found["spread"]) == (100.0, 2, 2.0, 8.0)
+    clients = {"stock": Stream("stock", 9.0, 1.0), "patched": Stream("patched", 2.0, 3.0)}
+    found = speed.measure(clients, [[1]], 21)  # type: ignore[arg-type]
+    assert asked == ["stock", "patched"] * 2
+    assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 2, 8.0)
+    assert (found["patched"]["step_ms"], found["patched"]["tokens_per_step"]) == (200.0, 2.0)
 
 
 def test_points_that_could_not_be_measured_are_missed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
