@@ -161,6 +161,9 @@ constexpr int kParts = 3;                     // of a tile, that are copied and 
 constexpr int kPartChunks = kChunks / kParts;
 constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
 constexpr int kMbarriers = 2 * kParts + 4;
+// A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
+constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
+static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
 constexpr int kSpareBytes = 1024;  // what P needs beyond the rope chunk that it is written over
 
 // Named barriers of one warpgroup each; 0 is __syncthreads.
@@ -215,16 +218,13 @@ struct Geometry {
   static constexpr int kOffsetStage1 = kOffsetSpare + kSpareBytes + kChunkBytes;
   static constexpr int kOffsetMbarriers = kOffsetStage1 + kRopeChunk * kChunkBytes;
   static constexpr int kOffsetSchedule = kOffsetMbarriers + kMbarriers * 8;
-  static constexpr int kOffsetNote = kOffsetSchedule + sizeof(Schedule);  // [2]: Note
+  static constexpr int kOffsetNote = kOffsetSchedule + sizeof(Schedule);  // [2], see Note
   static constexpr int kOffsetFactor = kOffsetNote + 2 * 4;               // [2][rows]: what the outputs are to be multiplied by
   static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;    // [rows]: running maxima
   static constexpr int kOffsetTarget = kOffsetHighest + kRows * 4;
   static constexpr int kOffsetBeginning = kOffsetTarget + sizeof(Target);
   static constexpr int kSharedBytes = kOffsetBeginning + sizeof(Beginning);
   static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of one block
-  // A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
-  static constexpr int kValueRegisters = 176, kScoreRegisters = 128, kCopyRegisters = 32;
-  static_assert(2 * kValueRegisters + kScoreRegisters + kCopyRegisters <= 4 * 128, "all that there are");
   static_assert(kRows * kTileKeys * 2 <= kChunkBytes + kSpareBytes, "P fits");
   static_assert(kSharedBytes <= 232448, "what sm_90 allows a block");
 
@@ -261,8 +261,7 @@ struct Warpgroup {
   const int barrier;             // this warpgroup's named barrier
 
   Request request;
-  int row_base, rows;  // first row of the row block within the request; valid rows of the block
-  int progress;        // see tiles and hand_overs; one register instead of two
+  int progress;  // see tiles and hand_overs; one register instead of two
 
   __device__ __forceinline__ Warpgroup(const VerifyParams& params, unsigned char* memory, int number)
       : p(params),
@@ -298,12 +297,6 @@ struct Warpgroup {
   // Waits until both value warpgroups have taken what was handed over last.
   __device__ __forceinline__ void wait_until_taken() const {
     mbarrier_wait(taken(), hand_overs() - 1 & 1);  // of an mbarrier that is still in its first phase, the one before counts as complete
-  }
-
-  __device__ __forceinline__ void start_item(const Item& item) {
-    request = item.request;
-    row_base = item.row_block * p.rows_per_block;
-    rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
   }
 };
 
@@ -341,12 +334,13 @@ __device__ __forceinline__ void combine_groups(float (&value)[COUNT], int lane, 
 template <class Element, int ROW_TILES>
 struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
-  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::barrier, Base::request, Base::row_base,
-      Base::rows, Base::tiles, Base::hand_overs, Base::pass_tile, Base::pass_hand_over;
+  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::barrier, Base::request, Base::tiles,
+      Base::hand_overs, Base::pass_tile, Base::pass_hand_over;
   using typename Base::G;
 
   static constexpr int kThreadRows = ROW_TILES * 2;
 
+  int row_base, rows;        // first row of the row block within the request; valid rows of the block
   float r_sum[kThreadRows];  // this thread's share of the sums
 
   __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 0) {}
@@ -388,9 +382,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   // mask. Each lane of a warp reads what one of its 16 keys and every other draft token are; lane j keeps the answers of two tokens, one
   // bit a key.
   __device__ __forceinline__ void load_visible(int tile, unsigned (&visible)[2]) const {
-    constexpr int kAtOnce = 5;           // pairs of tokens
-    const int heads = fresh(p.heads);    // what follows from it is worked out here, not kept all the time
-    const Target& t = Base::s_target();  // nor are these
+    constexpr int kAtOnce = 5;  // pairs of tokens
+    const int heads = fresh(p.heads);
+    const Target& t = Base::s_target();
     const int row_base = t.row_base, rows = t.rows;
     const int columns = request.columns(), column = tile * kTileKeys + warp * 16 + (lane & 15), draft = column - request.prefix;
     const int first_token = quotient(row_base, heads), last_token = quotient(row_base + rows - 1, heads);
@@ -468,8 +462,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   }
 
   // Some score of the tile is above its row's maximum. Maxima, factors and sums become what they have to be. The exchange between warps is
-  // in the rope chunk, which nobody reads any more.
-  // Returns the bits of the note, in the first warp.
+  // in the rope chunk, which nobody reads any more. Returns the bits of the note, in the first warp.
   __device__ __forceinline__ int raise_maxima(int stage, const float (&r_score)[ROW_TILES][4], float (&r_highest)[kThreadRows]) {
     const int offset = fresh(warp * G::kRows);
     float* const s_exchange = (float*)(shared + G::rope(stage));  // [4 warps][rows]
@@ -588,7 +581,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces, Piece piece, bool more) {
     if (!more && thread == 0) announce_nothing(p, blockIdx.x);
     for (; more; more = pieces.next(piece, Base::schedule())) {
-      Base::start_item(piece.item);
+      request = piece.item.request;
+      row_base = piece.item.row_block * p.rows_per_block;
+      rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
       if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
 #pragma unroll
       for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f;
@@ -832,13 +827,12 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 3) {
-    set_max_registers_down<G::kCopyRegisters>();
+    set_max_registers_down<kCopyRegisters>();
     CopyWarpgroup<ROW_TILES>(p, hopper_shared).run();
-  } else if (warpgroup == 0) {
-    if constexpr (G::kScoreRegisters > 128) set_max_registers_up<G::kScoreRegisters>();
+  } else if (warpgroup == 0) {  // keeps the registers that it has
     ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
   } else {
-    set_max_registers_up<G::kValueRegisters>();
+    set_max_registers_up<kValueRegisters>();
     ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run();
   }
 }
