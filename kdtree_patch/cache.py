@@ -342,7 +342,7 @@ def fetch(family: str, suffix: str, key: str, make: Callable[[Path], bytes], wan
 
     Raises CacheUnusable if no directory will do, and what `make` raises (which must not be an OSError).
     """
-    name = f"{family}-{key[:16]}{suffix}"
+    name = _file_name(family, suffix, key)
     made: list[bytes] = []
 
     def use(private: PrivateDirectory) -> Path:
@@ -357,6 +357,35 @@ def fetch(family: str, suffix: str, key: str, make: Callable[[Path], bytes], wan
 
     path, temporary = first_usable(wanted, use)
     return Entry(path, key, temporary)
+
+
+def look_up(family: str, suffix: str, key: str, wanted: Path | None) -> Path | None:
+    """The file that `fetch` would return without a call of `make`, or None. Makes nothing, whoever asks: a directory
+    that root made for a service would be one that the service refuses.
+    """
+    name = _file_name(family, suffix, key)
+    for locate, temporary in candidates(wanted):
+        if temporary:
+            break
+        with contextlib.suppress(OSError):
+            directory = locate()
+            if not directory.is_dir():
+                if _can_be_made(directory):
+                    break  # `fetch` would begin an empty one here
+                continue
+            with PrivateDirectory.open(directory) as private:
+                return private.path / name if private.read(name, key, warn=False) is not None else None
+    return None
+
+
+def _can_be_made(directory: Path) -> bool:
+    parent = Path(os.path.realpath(directory.parent))
+    _check_ancestors(parent)
+    return os.access(next(folder for folder in (parent, *parent.parents) if folder.exists()), os.W_OK | os.X_OK)
+
+
+def _file_name(family: str, suffix: str, key: str) -> str:
+    return f"{family}-{key[:16]}{suffix}"
 
 
 def is_whole(entry: Entry) -> bool:

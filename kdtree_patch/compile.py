@@ -14,7 +14,6 @@ Nothing here creates a CUDA context. No text from outside reaches a compiler's o
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib
 import json
@@ -33,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from kdtree_patch import cache
+from kdtree_patch import cache, nvml
 from kdtree_patch.log import get_logger
 
 # In a repository they lie beside the package; a wheel has them within it.
@@ -144,46 +143,29 @@ def unsupported_reason(capability: tuple[int, int]) -> str:
     return f"{have} is not known to this version, which has cubins for {', '.join(GPU_TARGETS)}"
 
 
-class _NvmlError(Exception):
-    pass
+def refusal(gpu: str, capability: tuple[int, int], config: str) -> tuple[str, str]:
+    """Why `cubin_target` answers None in a configuration: a code for the log, and what there is to say of `gpu`."""
+    if cubin_target(capability) is None:
+        return "compute_capability", f"{gpu}: {unsupported_reason(capability)}"
+    return (
+        "configuration",
+        f"the {config} configuration needs compute capability 9.0, {gpu} has {capability[0]}.{capability[1]}: "
+        "unset KDTREE_CONFIG",
+    )
 
 
-def visible_targets(library: str = "libnvidia-ml.so.1", config: str = "auto") -> list[str]:
-    """The targets that serve this host's GPUs in a configuration, each once, by asking NVML: no CUDA call, no context.
-    Empty without GPUs or without NVML.
+def visible_targets(library: str = nvml.LIBRARY, config: str = "auto") -> list[str]:
+    """The targets that serve this host's GPUs in a configuration, each once. No CUDA call, no context. Empty without
+    GPUs or without NVML.
 
     CUDA_VISIBLE_DEVICES is not looked at: a cubin too many costs seconds of a process that nobody waits for.
     """
     try:
-        nvml = ctypes.CDLL(library)
-        return _targets_from(nvml, config)
-    except (OSError, AttributeError, _NvmlError):
+        found, _ = nvml.gpus(library)
+    except (OSError, AttributeError, nvml.NvmlError):
         return []
-
-
-def _targets_from(nvml: ctypes.CDLL, config: str) -> list[str]:
-    def call(name: str, *arguments: Any) -> None:
-        if getattr(nvml, name)(*arguments) != 0:
-            raise _NvmlError(name)
-
-    call("nvmlInit_v2")
-    try:
-        count = ctypes.c_uint(0)
-        call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        targets: list[str] = []
-        for index in range(count.value):
-            device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
-            try:
-                call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
-                call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
-            except _NvmlError:
-                continue  # a GPU that has fallen off the bus must not hide the others
-            target = cubin_target((major.value, minor.value), config)
-            if target is not None and target not in targets:
-                targets.append(target)
-        return targets
-    finally:
-        nvml.nvmlShutdown()
+    targets = (cubin_target(gpu.capability, config) for gpu in found)
+    return list(dict.fromkeys(target for target in targets if target is not None))
 
 
 # ---------------------------------------------------------------------------------------------------------------- NVRTC
@@ -455,6 +437,15 @@ def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
 
         return _Plan(target, key, ".so", command[0], make)
     raise ValueError(f"{target} is not one of {', '.join((*NVRTC_TARGETS, *HOST_TARGETS))}")
+
+
+def cached(target: str, cache_dir: Path | None = None, kernels: Path = KERNELS) -> Path | None:
+    """The path that `cached_binary` would return without compiling, or None. Makes no directory and no file.
+
+    Raises CompileError, as `cached_binary` would before it compiles.
+    """
+    plan = _plan(target, kernels, cache_dir)
+    return cache.look_up(_family(target), plan.suffix, plan.key, cache_dir)
 
 
 def keep(result: CompileResult, cache_dir: Path | None = None, kernels: Path = KERNELS) -> Path:

@@ -114,7 +114,7 @@ class VerifyKernel:
             capability = (properties.major, properties.minor)
             target = compiling.cubin_target(capability, config)
             if target is None:
-                raise unavailable(properties.name, capability, config)
+                raise KernelUnavailable(*compiling.refusal(properties.name, capability, config))
             chosen = tiles.CONFIGS[compiling.own_config(capability) if config == "auto" else config]
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
             launcher = gpu_launcher(cubin, device, chosen, cache_dir)
@@ -188,17 +188,6 @@ class VerifyKernel:
             plan.fragment_warps,
         )
         self._launcher(plan.steps, self._params_address)
-
-
-def unavailable(gpu: str, capability: tuple[int, int], config: str) -> KernelUnavailable:
-    """Why there is no kernel for a GPU in a configuration."""
-    if compiling.cubin_target(capability) is None:
-        return KernelUnavailable("compute_capability", f"{gpu}: {compiling.unsupported_reason(capability)}")
-    return KernelUnavailable(
-        "configuration",
-        f"the {config} configuration needs compute capability 9.0, {gpu} has {capability[0]}.{capability[1]}: "
-        "unset KDTREE_CONFIG",
-    )
 
 
 class CallPlan(NamedTuple):

@@ -17,12 +17,12 @@ import pytest
 
 from deploy import bundle
 from deploy.host import gpus, probe, release, service, systemd, wire
-from deploy.host.command import Command
 from deploy.host.look import Place, prefix_problem, release_of
 from deploy.host.release import ReleaseError, drop_in_text
 from deploy.host.service import Failed, Journal, Line, Start
 from deploy.host.systemd import State, environment_of, quoted
 from kdtree_patch import compile as compiling
+from kdtree_patch.service_command import Command
 from tests.support.env import REPO
 
 # ----------------------------------------------------------------------------------------------------------- unit files
@@ -517,7 +517,7 @@ def test_doctor_shows_cuda_that_gpu_alone_before_anything_wakes_it(
 
 
 @pytest.mark.parametrize(
-    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90", "sm_120"])]
+    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90a", "sm_120"])]
 )
 def test_doctor_compiles_the_configuration_that_the_service_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, targets: list[str]
@@ -540,7 +540,8 @@ def test_doctor_compiles_the_configuration_that_the_service_asks_for(
 def test_gpu_on_which_the_configuration_does_not_run() -> None:
     part = gpus.Gpu("RTX PRO 6000", "GPU-1", "Default", (12, 0), "580", 0)
     assert part.problem("portable") is None
-    assert part.problem("hopper") == "RTX PRO 6000: KDTREE_CONFIG=hopper is not for compute capability 12.0"
+    said = "the hopper configuration needs compute capability 9.0, RTX PRO 6000 has 12.0: unset KDTREE_CONFIG"
+    assert part.problem("hopper") == said
     assert "too old" in (gpus.Gpu("T4", "GPU-1", "Default", (7, 5), "580", 0).problem("hopper") or "")
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from deploy.host import gpus, look, preflight, service, status, systemd
-from deploy.host.command import Command, Refused
 from deploy.host.look import Look
 from deploy.host.preflight import Report
 from deploy.host.release import drop_in_text
 from deploy.host.systemd import State, Unit, environment_of
+from kdtree_patch.service_command import Command, Refused
 
 PREFIX = Path("/opt/kdtree")
 PYTHON = "/opt/venv/bin/python3"
@@ -142,6 +142,7 @@ def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.Monk
     ]
 
 
+HYBRID = "--prefill-attention-backend fa3 --decode-attention-backend=triton --speculative-algo EAGLE"
 SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
 
 
@@ -149,10 +150,12 @@ SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
     ("options", "said"),
     [
         (SPECULATES, ""),
-        ("--prefill-attention-backend fa3 --decode-attention-backend=triton --speculative-algo EAGLE", ""),
+        (f"{HYBRID} --speculative-attention-mode decode", ""),
+        (HYBRID, "verify calls go to fa3"),
         ("--speculative-algorithm EAGLE", ""),  # SGLang chooses, and the warning says what may come of it
         (SPECULATES.replace("triton", "flashinfer"), "--attention-backend flashinfer: the patch serves triton"),
         ("--attention-backend triton", "no --speculative-algorithm"),
+        (f"{SPECULATES} --kv-cache-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
         (f"{SPECULATES} --enable-deterministic-inference", "--enable-deterministic-inference"),
         ("--attention-backend fa3 --config x.yaml --tp 1", ""),
     ],
@@ -352,9 +355,9 @@ def test_mode_is_said_and_where_it_comes_from(has: str | None, wanted: str | Non
     ("config", "capability", "said"),
     [
         ("hopper", "9.0", ""),
-        ("hopper", "12.0", "KDTREE_CONFIG=hopper is not for compute capability 12.0"),
+        ("hopper", "12.0", "the hopper configuration needs compute capability 9.0"),
         ("", "12.0", ""),
-        ("Hopper ", "12.0", "KDTREE_CONFIG=hopper is not for"),
+        ("Hopper ", "12.0", "the hopper configuration needs"),
         ("", "7.5", "too old"),
         ("nonsense", "12.0", ""),  # refused where the variables are
     ],

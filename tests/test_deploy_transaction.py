@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from deploy.host import look, release, service, systemd, transaction
-from deploy.host.command import Command, Refused
 from deploy.host.look import Look, Place, ownership_problem
 from deploy.host.release import drop_in_text
 from deploy.host.service import Failed
 from deploy.host.systemd import State, environment_of
 from deploy.host.transaction import Transaction
+from kdtree_patch.service_command import Command, Refused
 
 NAME = "x.service"
 OLD, NEW = "0.1.0-000000000001", "0.1.0-000000000002"

@@ -21,11 +21,9 @@ class Gpu:
 
     def problem(self, config: str) -> str | None:
         """Why the kernel does not run there in a configuration."""
-        if compiling.cubin_target(self.capability) is None:
-            return f"{self.name}: {compiling.unsupported_reason(self.capability)}"
-        if compiling.cubin_target(self.capability, config) is None:
-            return f"{self.name}: KDTREE_CONFIG={config} is not for compute capability {self.about_capability}"
-        return None
+        if compiling.cubin_target(self.capability, config) is not None:
+            return None
+        return compiling.refusal(self.name, self.capability, config)[1]
 
     @property
     def about_capability(self) -> str:

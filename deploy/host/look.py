@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.host import command as commands
-from deploy.host.command import Command, Opaque, Refused
 from deploy.host.systemd import SystemdError, Unit, environment_of, specifiers_of
+from kdtree_patch import service_command as commands
+from kdtree_patch.service_command import Command, Opaque, Refused
 from kdtree_patch.settings import CONFIGS
 
 # What our drop-in sets.
@@ -263,21 +263,13 @@ def prefix_problem(prefix: Path, user_id: int) -> str | None:
 def workers_of(command: Command) -> int:
     """How many processes of this start hold a part of the model, from the service's own arguments."""
 
-    def number(*names: str) -> int:
-        value = command.option(*names)
-        if value is None:
-            return 1
-        if not value.isdigit() or int(value) < 1:
-            raise Refused(f"{names[0]} {value} is no number")
-        return int(value)
-
-    tensor = number("--tp", "--tp-size", "--tensor-parallel-size")
+    tensor = command.number("--tp", "--tp-size", "--tensor-parallel-size")
     if command.option("--config") is not None and command.option("--tp", "--tp-size", "--tensor-parallel-size") is None:
         raise Refused("the service's --config may set the tensor-parallel size: write --tp into ExecStart")
-    ranks = tensor * number("--pp", "--pp-size", "--pipeline-parallel-size")
+    ranks = tensor * command.number("--pp", "--pp-size", "--pipeline-parallel-size")
     if not command.has("--enable-dp-attention"):
-        ranks *= number("--dp", "--dp-size", "--data-parallel-size")
-    nodes = number("--nnodes")
+        ranks *= command.number("--dp", "--dp-size", "--data-parallel-size")
+    nodes = command.number("--nnodes")
     if ranks % nodes:
         raise Refused(f"{ranks} ranks cannot be shared out over {nodes} nodes")
     return ranks // nodes

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import gpus, look, service, wire
-from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
 from deploy.host.release import drop_in_text, foreign_problem, manifests
 from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
+from kdtree_patch import service_options
+from kdtree_patch.service_command import Command, Refused, python_path_problem
 from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
@@ -173,20 +174,11 @@ def _would_decline(command: Command, report: Report) -> None:
     """For what every worker would decline, or never come to be asked: the command line tells before the restart."""
     # Options may also come from a file, which we do not read.
     find = report.find if command.option("--config") is None else report.warn
-    names = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-    backends = [f"{name} {value}" for name in names if (value := command.option(name))]
-    if backends and not any(backend.endswith(" triton") for backend in backends):
-        find(f"the service is started with {', '.join(backends)}: the patch serves triton and no other")
-    elif not backends:
-        report.warn(
-            "the service is not started with --attention-backend triton: if SGLang chooses another one, no worker "
-            "loads the patch, and the deployment is taken back"
-        )
-    # Python's argument parser takes beginnings of names, too.
-    if not any(word.startswith("--speculative-algo") for word in command.arguments):
-        find("the service has no --speculative-algorithm: without draft tokens there is nothing to serve")
-    if command.has("--enable-deterministic-inference"):
-        find("the service is started with --enable-deterministic-inference, with which the patch does not serve")
+    for judgement in service_options.judge(command):
+        if judgement.effect == service_options.STOCK:
+            find(judgement.why)
+        else:
+            report.warn(f"{judgement.why}; if that is not for the patch, the deployment is taken back")
 
 
 def _health(url: str) -> str:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.host.command import Command
 from deploy.host.systemd import Unit, run
+from kdtree_patch.service_command import Command
 
 PREFIX = "[kdtree] "
 # A start that goes on says something at least this often.

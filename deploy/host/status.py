@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import look, release, service
-from deploy.host.command import Refused
 from deploy.host.look import Look
 from deploy.host.service import Journal
 from deploy.host.systemd import SystemdError, Unit, transactions
+from kdtree_patch.service_command import Refused
 
 _LOG_LINES = 200
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import gpus, look, release, service, systemd, wire
-from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, read_text
 from deploy.host.release import ReleaseError
 from deploy.host.service import Failed, Start
 from deploy.host.systemd import SystemdError, Unit, run_as
+from kdtree_patch.service_command import Command, Refused, python_path_problem
 
 DOCTOR_SECONDS = 900
 # For a service that worked before: however short the time that a new release is given, this one is waited for.

@@ -307,7 +307,7 @@ def test_only_five_releases_are_kept(scene: Scene) -> None:
             "container",
             "/usr/bin/docker run --rm lmsysorg/sglang",
             "",
-            "ExecStart runs docker: the service runs in a co",
+            "the command runs docker: the service runs in a co",
         ),
         ("emptied", f"/usr/bin/env -i {COMMAND}", "", "`env -i`, which empties the environment"),
         ("filed", COMMAND, "StandardOutput=append:/var/log/x.log\n", "keeps the worker's lines out of the journal"),

@@ -1,11 +1,11 @@
-"""`deploy.host.command`: from ExecStart to the Python that a unit really runs."""
+"""`kdtree_patch.service_command`: from what a service is started with to the Python that really runs."""
 
 from __future__ import annotations
 
 import pytest
 
-from deploy.host.command import Command, Opaque, Refused, expand, python_path_problem, unwrap
 from deploy.host.look import health_url, workers_of
+from kdtree_patch.service_command import Command, Opaque, Refused, expand, python_path_problem, unwrap
 
 PYTHON = "/opt/venv/bin/python3"
 LAUNCH = "-m sglang.launch_server --tp 8"

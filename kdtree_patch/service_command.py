@@ -1,4 +1,5 @@
-"""From a unit's ExecStart to the Python that it really runs, through the wrappers that people put in front.
+"""From the words that a service is started with to the Python that really runs, through the wrappers that people put in
+front; what its options say that matters to the patch is service_options.py's.
 
 Knows words, not processes: what it must read of the host (the first line of a script, whether a file exists) it asks
 through functions. What cannot be followed with certainty is refused with the name of what stands in the way: a guess
@@ -43,7 +44,7 @@ _SHELLS = ("sh", "bash", "dash")
 
 # Refused by name, each with what to do.
 _CONTAINERS = "the service runs in a container, which has a Python and files of its own: put the folder into the image"
-_ENVIRONMENTS = "it chooses the interpreter when it starts: write the path of the interpreter itself into ExecStart"
+_ENVIRONMENTS = "it chooses the interpreter when it starts: write the path of the interpreter itself"
 _USERS = "it does not pass PYTHONPATH on: use User= in the unit instead"
 _REFUSED = {
     **dict.fromkeys(("docker", "podman", "nerdctl", "ctr", "runc", "kubectl"), _CONTAINERS),
@@ -77,13 +78,29 @@ class Command:
         value = None
         for index, word in enumerate(self.arguments):
             name, equals, rest = word.partition("=")
-            if name in names:
+            if _means(name, names):
                 following = self.arguments[index + 1] if index + 1 < len(self.arguments) else ""
                 value = rest if equals else following
         return value
 
+    def number(self, *names: str) -> int:
+        """The value of an option that counts something, 1 where it is not given. Raises Refused."""
+        value = self.option(*names)
+        if value is None:
+            return 1
+        if not value.isdigit() or int(value) < 1:
+            raise Refused(f"{names[0]} {value} is no number")
+        return int(value)
+
     def has(self, name: str) -> bool:
-        return name in self.arguments
+        return any(_means(word, (name,)) for word in self.arguments)
+
+
+def _means(word: str, names: Sequence[str]) -> bool:
+    """Whether a word is one of these options. Python's argument parser takes beginnings of names, too: one that could
+    mean two options it refuses.
+    """
+    return word in names or (len(word) > 3 and word.startswith("--") and any(name.startswith(word) for name in names))
 
 
 ReadHead = Callable[[str], str]  # of a path: the first lines of the file, "" if it is no text
@@ -108,7 +125,7 @@ def unwrap(argv: Sequence[str], environment: Mapping[str, str], read_head: ReadH
             flags, rest = _python_flags(words[1:])
             return Command(_find(words[0], path, exists), flags, rest, overrides, wrappers)
         if program in _REFUSED:
-            raise Refused(f"ExecStart runs {program}: {_REFUSED[program]}")
+            raise Refused(f"the command runs {program}: {_REFUSED[program]}")
         if program == "env":
             words = _through_env(words[1:], overrides)
         elif program in _SHELLS:
@@ -125,7 +142,7 @@ def unwrap(argv: Sequence[str], environment: Mapping[str, str], read_head: ReadH
 def _find(program: str, path: str, exists: Exists) -> str:
     if "/" in program:
         if not os.path.isabs(program):
-            raise Refused(f"{program} is a relative path: write an absolute one into ExecStart")
+            raise Refused(f"{program} is a relative path: write an absolute one")
         return program
     for folder in path.split(":"):
         if folder and exists(os.path.join(folder, program)):
@@ -180,7 +197,7 @@ def _through_env(words: list[str], overrides: dict[str, str]) -> list[str]:
     while at < len(words):
         word = words[at]
         if word in ("-i", "-", "--ignore-environment"):
-            raise Refused("ExecStart runs `env -i`, which empties the environment: PYTHONPATH would not arrive")
+            raise Refused("the command runs `env -i`, which empties the environment: PYTHONPATH would not arrive")
         if word in ("-u", "--unset") or word.startswith("--unset="):
             if word.startswith("--unset="):
                 overrides[word.partition("=")[2]] = ""
@@ -220,14 +237,14 @@ def _through_script(words: list[str], path: str, read_head: ReadHead) -> list[st
     """A console script such as /opt/venv/bin/sglang: its first line names the interpreter."""
     lines = read_head(path).splitlines()
     if not lines or not lines[0].startswith("#!"):
-        raise Refused(f"ExecStart runs {path}, which is neither Python nor a wrapper that is known here")
+        raise Refused(f"the command runs {path}, which is neither Python nor a wrapper that is known here")
     interpreter, _, argument = lines[0][2:].strip().partition(" ")
     # pip writes this where the path of the interpreter is too long for a first line.
     long_path = re.match(r"'''exec' \"?(/[^\"]+?)\"? \"\$0\" \"\$@\"", lines[1]) if len(lines) > 1 else None
     if long_path:
         return [long_path[1], path, *words[1:]]
     if os.path.basename(interpreter) in _SHELLS:
-        raise Opaque(f"ExecStart runs the shell script {path}, which can start anything")
+        raise Opaque(f"the command runs the shell script {path}, which can start anything")
     return [interpreter, *([argument.strip()] if argument.strip() else []), path, *words[1:]]
 
 
@@ -244,7 +261,7 @@ def _through_shell(program: str, words: list[str], overrides: dict[str, str], pa
         at += 1
     if text is None:
         script = words[at] if at < len(words) else program
-        raise Opaque(f"ExecStart runs the shell script {script}, which can start anything")
+        raise Opaque(f"the command runs the shell script {script}, which can start anything")
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>\n")
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
@@ -305,7 +322,7 @@ def python_path_problem(command: Command) -> str | None:
     }
     found = [text for letter, text in why.items() if letter in command.flags]
     if found:
-        return f"the unit starts {command.interpreter} so that the patch cannot load: " + "; ".join(found)
+        return f"{command.interpreter} is started so that the patch cannot load: " + "; ".join(found)
     value = command.overrides.get("PYTHONPATH")
     if value is None or re.search(r"\$\{?PYTHONPATH\b", value):
         return None
