@@ -238,6 +238,12 @@ def _load_nvrtc(cache_dir: Path | None) -> Any:
     return nvrtc
 
 
+def nvrtc_version(cache_dir: Path | None = None) -> tuple[int, int]:
+    """Of the NVRTC that would compile. Raises CompileError."""
+    major, minor = _load_nvrtc(cache_dir).getVersion()
+    return int(major), int(minor)
+
+
 def _check_nvrtc(nvrtc: Any, target: str) -> str:
     """The version of NVRTC, or CompileError if it does not have the target: another architecture's cubin would not
     load.
@@ -588,8 +594,8 @@ class CompileJob:
             return self
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *_interpreter_flags(), "-c", _CHILD],
-                env=_child_environment(),
+                [sys.executable, *interpreter_flags(), "-c", _CHILD],
+                env=child_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -657,7 +663,7 @@ class CompileJob:
     def _order(self) -> dict[str, Any]:
         return {
             "root": str(Path(__file__).resolve().parent.parent),
-            "path": _absolute_path(),
+            "path": absolute_path(),
             "targets": self.targets,
             "cache_dir": None if self._cache_dir is None else os.path.abspath(self._cache_dir),
             "kernels": os.path.abspath(self._kernels),
@@ -689,19 +695,20 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _absolute_path() -> list[str]:
+def absolute_path() -> list[str]:
     """sys.path for a process with another history. The empty entry, whatever directory one happens to be in, is left
     out.
     """
     return [os.path.abspath(entry) for entry in sys.path if entry]
 
 
-def _interpreter_flags() -> list[str]:
+def interpreter_flags() -> list[str]:
+    """For another process of this interpreter, those that decide what it imports."""
     flags = ["-I"] if sys.flags.isolated else ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
     return flags + ["-S"] * sys.flags.no_site
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in _CHILD_UNWANTED}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # NVRTC may call cuInit; it shall not wake the GPUs
     return environment

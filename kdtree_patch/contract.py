@@ -220,6 +220,39 @@ def check(module: ModuleType) -> list[str]:
     return found + _class_violations() + _inner_source_violations()
 
 
+THERE, ABSENT, VIOLATED, LATER = "there", "absent", "violated", "checked at work"
+
+
+def outcomes(module: ModuleType) -> list[tuple[Row, str]]:
+    """Each row with what has become of it: there; absent, as in some releases; violated, as `check` says; or a matter
+    of the constructed backend or of validation.
+    """
+    violations = check(module)
+    backend = getattr(module, BACKEND, None)
+    methods = dict(vars(backend)) if isinstance(backend, type) else {}
+    names: dict[str, set[str]] = {BACKEND: set(methods)}
+    for where in (INIT, FORWARD, *GRAPH_METHODS):
+        names[where] = set(_live_parameters(methods.get(where.split(".")[1])))
+    for where, home in HOMES.items():
+        cls = getattr(sys.modules.get(home), where, None)
+        names[where] = _names_of(cls) if isinstance(cls, type) else set()
+    text = next((text for home in INNER_HOMES if (text := _source(home)) is not None), "")
+    names[INNER] = set(source_parameters(text, INNER) or ())
+
+    def outcome(row: Row) -> str:
+        if row.where not in names:
+            return LATER
+        named = (f"{row.where}({row.name})", f"{row.where}({row.name}=", f"{row.where}.{row.name}:")
+        if any(violation.startswith(named) for violation in violations):
+            return VIOLATED
+        if row.name in names[row.where]:
+            return THERE
+        # A release without one of the methods for graphs has another one; without a class it has none of its rows.
+        return VIOLATED if row.required and row.where not in GRAPH_METHODS else ABSENT
+
+    return [(row, outcome(row)) for row in TABLE]
+
+
 def check_instance(backend: object) -> list[str]:
     """The violations of a constructed backend, each naming what is wrong."""
     found = [

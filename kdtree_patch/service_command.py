@@ -139,6 +139,20 @@ def unwrap(argv: Sequence[str], environment: Mapping[str, str], read_head: ReadH
         wrappers.append(program)
 
 
+def read_head(path: str) -> str:
+    """What this host answers: the beginning of a script, "" for anything else."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1024)
+    except OSError:
+        return ""
+    return head.decode(errors="replace") if head.startswith(b"#!") else ""
+
+
+def is_file(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
 def _find(program: str, path: str, exists: Exists) -> str:
     if "/" in program:
         if not os.path.isabs(program):

@@ -21,6 +21,7 @@ import pytest
 from kdtree_patch import cache, compile_command, tiles
 from kdtree_patch import compile as compiling
 from kdtree_patch.compile import CompileError, CompileJob, cached_binary, compile_cubin
+from tests.support.nvml import fake_nvml
 from tests.support.small_sources import (
     CUDA_SOURCE,
     HOST_SOURCE,
@@ -103,27 +104,6 @@ def test_compute_capability_without_a_target(capability: tuple[int, int], words:
     assert compiling.cubin_target(capability) is None
     reason = compiling.unsupported_reason(capability)
     assert words in reason and f"{capability[0]}.{capability[1]}" in reason
-
-
-def fake_nvml(folder: Path, capabilities: list[tuple[int, int] | None], init: int = 0) -> str:
-    """A library with NVML's names for GPUs of these compute capabilities; None is one that does not answer."""
-    rows = ", ".join("{" + f"{major}, {minor}" + "}" for major, minor in (pair or (-1, -1) for pair in capabilities))
-    source = folder / "nvml.cpp"
-    source.write_text(
-        f"""
-        static int table[][2] = {{{rows}}};
-        extern "C" {{
-        int nvmlInit_v2() {{ return {init}; }}
-        int nvmlShutdown() {{ return 0; }}
-        int nvmlDeviceGetCount_v2(unsigned* n) {{ *n = {len(capabilities)}; return 0; }}
-        int nvmlDeviceGetHandleByIndex_v2(unsigned i, void** d) {{ *d = table[i]; return table[i][0] < 0 ? 15 : 0; }}
-        int nvmlDeviceGetCudaComputeCapability(int* d, int* a, int* b) {{ *a = d[0]; *b = d[1]; return 0; }}
-        }}
-        """
-    )
-    library = folder / f"libfake-{len(list(folder.iterdir()))}.so"
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return str(library)
 
 
 def test_targets_of_this_host(tmp_path: Path):

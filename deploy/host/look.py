@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy.host.systemd import SystemdError, Unit, environment_of, specifiers_of
 from kdtree_patch import service_command as commands
-from kdtree_patch.service_command import Command, Opaque, Refused
+from kdtree_patch.service_command import Command, Opaque, Refused, is_file, read_head
 from kdtree_patch.settings import CONFIGS
 
 # What our drop-in sets.
@@ -177,19 +177,6 @@ class Look:
 
 def passed(name: str) -> bool:
     return name.startswith(_PASSED) and not any(word in name.upper() for word in _SECRET)
-
-
-def read_head(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            head = file.read(1024)
-    except OSError:
-        return ""
-    return head.decode(errors="replace") if head.startswith(b"#!") else ""
-
-
-def is_file(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.X_OK)
 
 
 def _words(pid: int, name: str) -> list[str]:
