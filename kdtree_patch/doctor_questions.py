@@ -36,7 +36,6 @@ HERE = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 10), (3, 13))
 CHILD_SECONDS = 300
 SELFTEST_BYTES = 2 << 30
-CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,13 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
     by_plugin = _doors(found, command, environ)
     settings = _settings(found, environ)
     gpus, targets = _gpus(found, settings, environ)
-    with _Child("answer_sglang") as sglang, _Child("answer_packages", _order(targets, settings)) as packages:
-        _packages(found, packages.answer(), gpus, targets)
-        release = _sglang(found, sglang.answer(), by_plugin)
+    order = _order(targets, settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        # SGLang 0.5.23 makes a directory in the cache of its user as it is imported.
+        sglang = _Child("answer_sglang", HOME=scratch, XDG_CACHE_HOME=scratch)
+        with sglang, _Child("answer_packages", order) as packages:
+            _packages(found, packages.answer(), targets)
+            release = _sglang(found, sglang.answer(), by_plugin)
     if compiles:
         try_out(found, gpus, targets, settings)
     _options(found, command, release)
@@ -348,7 +351,7 @@ def _order(targets: Mapping[int, str], settings: Settings | None) -> dict[str, A
     return {"targets": sorted(set(targets.values())), "cache_dir": None if cache_dir is None else str(cache_dir)}
 
 
-def _packages(found: Findings, answer: dict[str, Any], gpus: list[nvml.Gpu], targets: Mapping[int, str]) -> None:
+def _packages(found: Findings, answer: dict[str, Any], targets: Mapping[int, str]) -> None:
     group = "packages"
     if "error" in answer:
         found.add(group, "packages", answer["error"], UNKNOWN)
@@ -382,7 +385,7 @@ def _packages(found: Findings, answer: dict[str, Any], gpus: list[nvml.Gpu], tar
 
 def answer_packages(order: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own. wrapt and cupy are imported as a worker imports them: installed is not enough."""
-    answer: dict[str, Any] = {"torch": _torch(), "cubins": {}}
+    answer: dict[str, Any] = {"torch": torch_facts(), "cubins": {}}
     try:
         answer["numpy"] = {"version": importlib.metadata.version("numpy"), "file": _place("numpy")}
     except importlib.metadata.PackageNotFoundError:
@@ -415,8 +418,8 @@ def answer_packages(order: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _torch() -> dict[str, Any]:
-    """From torch's version file: its import takes seconds and may wake the GPUs."""
+def torch_facts() -> dict[str, Any]:
+    """From torch's version file: its import takes seconds and may wake the GPUs. `error` if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return {"error": "torch is missing: this is not the service's interpreter, or not its environment"}
@@ -500,7 +503,7 @@ def try_out(found: Findings, gpus: list[nvml.Gpu], targets: Mapping[int, str], s
         return
     gpu = max(roomy, key=lambda one: one.free_bytes or 0)
     order = _order(targets, settings) | {"config": settings.config}
-    with _Child("answer_selftest", order, devices=gpu.uuid or str(gpu.index)) as child:
+    with _Child("answer_selftest", order, CUDA_VISIBLE_DEVICES=gpu.uuid or str(gpu.index)) as child:
         answer = child.answer()
     if "error" in answer and not answer.get("results"):
         found.add(group, "self-test", answer["error"], UNKNOWN)
@@ -531,13 +534,13 @@ _CHILD = (
 class _Child:
     """One question to a process of its own: whatever it imports may print, hang, crash or call sys.exit()."""
 
-    def __init__(self, question: str, order: dict[str, Any] | None = None, devices: str = ""):
+    def __init__(self, question: str, order: dict[str, Any] | None = None, **variables: str):
         vendor = HERE / "vendor"  # where sitecustomize.py puts it when the backend is imported
         # Our own folder, should doctor run in it, has a `kernels` that transformers takes for a package.
         path = [entry for entry in compiling.absolute_path() if os.path.realpath(entry) != str(HERE)]
         path += [str(vendor)] if vendor.is_dir() else []
         words = json.dumps({"root": str(HERE), "path": path, "question": question, **(order or {})})
-        environment = compiling.child_environment() | {"CUDA_VISIBLE_DEVICES": devices}
+        environment = compiling.child_environment() | variables  # hides the GPUs
         self._process = subprocess.Popen(
             [sys.executable, *compiling.interpreter_flags(), "-c", _CHILD, words],
             env=environment,

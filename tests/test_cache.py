@@ -96,6 +96,29 @@ def test_second_fetch_finds_what_the_first_one_made(tmp_path: Path, maker: Maker
     assert warnings(capsys) == []
 
 
+def test_looking_up_makes_nothing_and_finds_what_a_fetch_would(tmp_path: Path, maker: Maker):
+    def look(key: str = KEY) -> Path | None:
+        return cache.look_up("kernel", ".bin", key, tmp_path / "a" / "cache")
+
+    assert look() is None and not (tmp_path / "a").exists()
+    entry = fetch(maker, tmp_path / "a" / "cache")
+    before = sorted(path.name for path in entry.path.parent.iterdir())
+    assert look() == entry.path and look("0" * 64) is None
+    entry.path.write_bytes(entry.path.read_bytes()[:-1])
+    assert look() is None
+    assert sorted(path.name for path in entry.path.parent.iterdir()) == before
+
+
+def test_looking_up_goes_on_where_a_fetch_would(tmp_path: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch):
+    """The wanted directory cannot be used: the one under the temporary directory is where the file is."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    wanted = tmp_path / "open" / "cache"
+    entry = fetch(maker, wanted)
+    assert entry.path.parent != wanted and cache.look_up("kernel", ".bin", KEY, wanted) == entry.path
+    assert not wanted.exists()
+
+
 def test_everything_is_ours_alone_whatever_the_umask(tmp_path: Path, maker: Maker):
     before = os.umask(0)
     try:

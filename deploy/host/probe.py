@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
 import io
 import os
 import platform
-import runpy
 import sys
 import sysconfig
 from pathlib import Path
@@ -27,6 +25,9 @@ SELFTEST_BYTES = 2 << 30
 
 def probe(hide_gpus: bool) -> dict[str, Any]:
     """What this interpreter is. It imports SGLang's backend, better with the GPUs hidden: the service is using them."""
+    from kdtree_patch.doctor_questions import torch_facts
+
+    torch = torch_facts()
     major, minor = sys.version_info[:2]
     threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     facts: dict[str, Any] = {
@@ -39,13 +40,12 @@ def probe(hide_gpus: bool) -> dict[str, Any]:
         "python_path": os.environ.get("PYTHONPATH", ""),
         "kdtree": {name: value for name, value in os.environ.items() if name.startswith("KDTREE_")},
         "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", None),
-        "torch": None,
-        "cuda": None,
+        "torch": torch.get("version"),
+        "cuda": torch.get("cuda"),
         "numpy": _version("numpy"),
         "sglang": None,
         "have": {name: _version(*names) for name, names in _BUNDLED.items()},
     }
-    facts.update(_torch())
     facts.update(_contract(hide_gpus))
     return facts
 
@@ -58,15 +58,6 @@ def _version(*names: str) -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
-
-
-def _torch() -> dict[str, Any]:
-    """From torch's version file: its import takes seconds and may wake the GPUs."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return {}
-    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return {"torch": values.get("__version__"), "cuda": values.get("cuda")}
 
 
 def _contract(hide_gpus: bool) -> dict[str, Any]:
