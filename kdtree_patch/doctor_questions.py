@@ -307,8 +307,11 @@ def _gpus(
     config = settings.config if settings else "auto"
     try:
         all_of_them, driver = nvml.gpus(details=True)
+    except nvml.NvmlMissing as error:
+        found.add(group, "NVML", f"{error}: without an NVIDIA driver there is no kernel", STOCK)
+        return [], {}
     except nvml.NvmlError as error:
-        found.add(group, "NVML", f"{error}: without an NVIDIA GPU there is no kernel", STOCK)
+        found.add(group, "NVML", f"{error}: what GPUs there are is unknown", UNKNOWN)
         return [], {}
     found.add(group, "driver", driver or "unknown")
     devices = environ.get("CUDA_VISIBLE_DEVICES")
@@ -505,12 +508,14 @@ def try_out(found: Findings, gpus: list[nvml.Gpu], targets: Mapping[int, str], s
     order = _order(targets, settings) | {"config": settings.config}
     with _Child("answer_selftest", order, CUDA_VISIBLE_DEVICES=gpu.uuid or str(gpu.index)) as child:
         answer = child.answer()
-    if "error" in answer and not answer.get("results"):
-        found.add(group, "self-test", answer["error"], UNKNOWN)
+    problem = answer.get("error", "")
+    if "good" not in answer or problem.startswith("torch sees no") or "OutOfMemory" in problem:
+        found.add(group, "self-test", problem, UNKNOWN)  # none of it would be so in the service
+    elif answer["good"]:
+        found.add(group, "self-test", f"passed, on GPU {gpu.index}", OK)
     else:
-        wrong = [one["case"] for one in answer["results"] if not one["good"]]
-        said = f"selftest_failed: {', '.join(wrong) or answer['error']}" if not answer["good"] else "passed"
-        found.add(group, "self-test", f"{said}, on GPU {gpu.index}", OK if answer["good"] else STOCK)
+        wrong = ", ".join(one["case"] for one in answer["results"] if not one["good"])
+        found.add(group, "self-test", f"selftest_failed: {wrong or problem}, on GPU {gpu.index}", STOCK)
 
 
 def answer_selftest(order: dict[str, Any]) -> dict[str, Any]:

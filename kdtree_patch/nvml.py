@@ -15,6 +15,10 @@ class NvmlError(Exception):
     """NVML cannot be asked; the message says why."""
 
 
+class NvmlMissing(NvmlError):
+    """There is no NVML, and so no driver of NVIDIA's."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What is None was not asked for, or is not answered."""
@@ -45,7 +49,7 @@ def gpus(library: str = LIBRARY, details: bool = False) -> tuple[list[Gpu], str 
     try:
         nvml = ctypes.CDLL(library)
     except OSError as error:
-        raise NvmlError(f"{library} cannot be loaded: {error}") from None
+        raise NvmlMissing(f"{library} cannot be loaded: {error}") from None
     _call(nvml, "nvmlInit_v2")
     try:
         count = ctypes.c_uint(0)

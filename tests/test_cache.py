@@ -117,6 +117,8 @@ def test_looking_up_goes_on_where_a_fetch_would(tmp_path: Path, maker: Maker, mo
     entry = fetch(maker, wanted)
     assert entry.path.parent != wanted and cache.look_up("kernel", ".bin", KEY, wanted) == entry.path
     assert not wanted.exists()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache.look_up("kernel", ".bin", KEY, tmp_path / "locked" / "cache") == entry.path
 
 
 def test_everything_is_ours_alone_whatever_the_umask(tmp_path: Path, maker: Maker):

@@ -249,3 +249,13 @@ def test_every_parameter_of_the_known_releases_is_in_the_table() -> None:
     """The other way round too: a row for a parameter that no release has is a row about nothing."""
     parameters = set().union(*(inspect.signature(inner_of(version)).parameters for version in RELEASES))
     assert {row.name for row in contract.rows(contract.INNER)} == parameters
+
+
+def test_every_row_of_a_class_that_is_missing_is_violated():
+    outcomes = contract.outcomes(ModuleType("empty"))
+    assert [row for row, _ in outcomes] == list(contract.TABLE)
+    for row, outcome in outcomes:
+        if row.where in (contract.BACKEND, contract.INIT, contract.FORWARD):
+            assert outcome == (contract.VIOLATED if row.required else contract.ABSENT)
+        if row.where in (contract.INSTANCE, contract.DATA):
+            assert outcome == contract.LATER

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from kdtree_patch import compile as compiling
-from kdtree_patch import nvml
+from kdtree_patch import doctor_questions, nvml
 from kdtree_patch.contract import TABLE
+from kdtree_patch.settings import Settings
 from tests import stand_in
 from tests.stand_in import BACKEND, NEW, Drift
 from tests.support.env import REPO, child_env
@@ -261,7 +262,7 @@ def test_no_sglang(host: Host) -> None:
 def test_what_sglang_prints_is_not_ours_and_it_sees_no_gpu(host: Host, tmp_path: Path) -> None:
     host.sglang = stand_in.write(tmp_path / "sglang", "0.5.23")
     with (host.sglang / BACKEND).open("a") as file:
-        file.write("import os\nprint('hello')\n")
+        file.write("import os\nprint('hello', flush=True)\n")
         file.write(f"open({str(tmp_path / 'saw')!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
     assert host.says()["verdict"] == "serve"
     assert (tmp_path / "saw").read_text() == ""
@@ -300,6 +301,11 @@ def test_host_without_a_driver(host: Host) -> None:
     assert_reason(host.says(LD_LIBRARY_PATH="/nowhere"), "stock", "NVML", "cannot be loaded")
 
 
+def test_driver_that_does_not_answer_is_unknown(host: Host) -> None:
+    fake_nvml(Path(host.drivers), [(9, 0)], init=18, name=nvml.LIBRARY)
+    assert_reason(host.says(), "unknown", "nvmlInit_v2 answers 18")
+
+
 @pytest.mark.parametrize(
     ("capabilities", "variables", "verdict", "said"),
     [
@@ -310,6 +316,8 @@ def test_host_without_a_driver(host: Host) -> None:
         ([(12, 0), (7, 5)], {"CUDA_VISIBLE_DEVICES": "0"}, "serve", ""),
         ([(12, 0), (7, 5)], {"CUDA_VISIBLE_DEVICES": "1"}, "stock", "too old"),
         ([(12, 0), (7, 5)], {"CUDA_VISIBLE_DEVICES": "GPU-0"}, "serve", ""),
+        # CUDA stops at the first entry that names nothing.
+        ([(7, 5), (12, 0)], {"CUDA_VISIBLE_DEVICES": "0,7,1"}, "stock", "too old"),
         ([(12, 0)], {"CUDA_VISIBLE_DEVICES": ""}, "stock", "no GPU"),
         ([(9, 0)], {"CUDA_VISIBLE_DEVICES": "MIG-12"}, "unknown", "MIG"),
         ([(12, 0)], {"KDTREE_CONFIG": "hopper"}, "stock", "unset KDTREE_CONFIG"),
@@ -364,6 +372,83 @@ def test_self_test_needs_room(tmp_path: Path, sglang: Path) -> None:
     compiling.keep(compiling.CompileResult("sm_90a", b"\x7fELF made up", "", (), "", 0.0), tmp_path / "cache")
     document = host.says("--compile", KDTREE_CACHE_DIR=str(tmp_path / "cache"))
     assert document["verdict"] == "serve" and "no GPU has 2 GiB free" in fact(document, "kernel", "self-test")
+
+
+OLD_NVRTC = {
+    "__init__.py": "__version__ = '13.6.0'",
+    "cuda/__init__.py": "",
+    "cuda/nvrtc.py": "def getVersion(): return 12, 4\ndef getSupportedArchs(): return [80, 90]",
+}
+
+
+@pytest.mark.parametrize(("capabilities", "verdict"), [([(12, 0)], "stock"), ([(12, 0), (8, 0)], "part")])
+def test_compiler_that_is_too_old_for_a_gpu(
+    tmp_path: Path, sglang: Path, capabilities: list[tuple[int, int]], verdict: str
+) -> None:
+    for name, text in OLD_NVRTC.items():
+        file = tmp_path / "old" / "cupy" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    host = Host(tmp_path, sglang, *capabilities)
+    document = host.says(path=(REPO, tmp_path / "old", sglang))
+    assert_reason(document, verdict, "sm_120: nvrtc_too_old", "12.8")
+    assert fact(document, "packages", "NVRTC").startswith("12.4")
+
+
+@pytest.mark.parametrize(
+    ("answer", "effect", "said"),
+    [
+        ({"good": True, "results": [{"case": "a", "good": True}], "error": ""}, "ok", "passed, on GPU 1"),
+        ({"good": False, "results": [{"case": "a", "good": False}], "error": ""}, "stock", "selftest_failed: a"),
+        ({"good": False, "results": [], "error": "KernelUnavailable: load"}, "stock", "KernelUnavailable"),
+        ({"good": False, "results": [], "error": "OutOfMemoryError: x"}, "unknown", "OutOfMemory"),
+        ({"error": "ended with status -11: x"}, "unknown", "status -11"),
+    ],
+)
+@pytest.mark.parametrize("reason", ["", "compile_failed"])
+def test_what_compile_and_self_test_find(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], effect: str, said: str, reason: str
+) -> None:
+    """On the GPU with the most room."""
+
+    class Job:
+        def __init__(self, targets: list[str], cache_dir: Path | None):
+            assert targets == ["sm_120", "sm_90a"]
+
+        def start(self) -> Job:
+            return self
+
+        def result(self, target: str) -> Path:
+            if reason and target == "sm_120":
+                raise compiling.CompileError(reason, "why")
+            return Path("/cache") / target
+
+    class Child:
+        def __init__(self, question: str, order: dict[str, Any], **variables: str):
+            assert question == "answer_selftest" and variables == {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def answer(self) -> dict[str, Any]:
+            return answer
+
+    monkeypatch.setattr(compiling, "CompileJob", Job)
+    monkeypatch.setattr(doctor_questions, "_Child", Child)
+    two = [
+        nvml.Gpu(0, (12, 0), "a", "GPU-0", 3 * GIB, 80 * GIB, True),
+        nvml.Gpu(1, (9, 0), "b", "GPU-1", 4 * GIB, 80 * GIB, True),
+        nvml.Gpu(2, (9, 0), "c", "GPU-2", 80 * GIB, 80 * GIB, False),
+    ]
+    found = doctor_questions.Findings()
+    doctor_questions.try_out(found, two, {0: "sm_120", 1: "sm_90a", 2: "sm_90a"}, Settings())
+    facts = {one.name: one for one in found.groups["kernel"]}
+    assert (facts["self-test"].effect, said in facts["self-test"].value) == (effect, True)
+    assert facts["sm_120 compiled"].effect == ("part" if reason else "ok")
+    assert facts["sm_90a compiled"].value == "/cache/sm_90a"
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
