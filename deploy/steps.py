@@ -260,6 +260,15 @@ def undeploy(options: Options) -> None:
 
 
 def _simple(action: str, options: Options) -> None:
+    # Not to be passed over: who writes DRY_RUN=1 expects no restart.
+    for word, given in (("DRY_RUN", options.dry_run), ("MODE", options.mode), ("FORCE", options.force)):
+        if given:
+            raise Stop(
+                f"{word} is for `make deploy` alone, and nothing has been done: `make status` shows what "
+                f"`make {action}` would take back",
+                USAGE,
+            )
+
     def change(index: int) -> None:
         host = options.hosts[index]
         step(action, host)

@@ -69,9 +69,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("deploy.steps")
 
 
-def run(steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, **does: Any) -> int:
+def run(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, words: dict[str, Any] | None = None, **does: Any
+) -> int:
     monkeypatch.setattr(Remote, "does", does)
-    status: int = steps.ACTIONS[action](Options(tuple(Host(name) for name in does), "x.service"))
+    status: int = steps.ACTIONS[action](Options(tuple(Host(name) for name in does), "x.service", **(words or {})))
     return status
 
 
@@ -95,6 +97,17 @@ def test_exit_status_tells_how_far_a_failure_had_come(
     steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, does: Any, status: int
 ) -> None:
     assert run(steps, monkeypatch, action, h1=does) == status
+
+
+@pytest.mark.parametrize("word", [{"dry_run": True}, {"mode": "shadow"}, {"force": True}], ids=str)
+@pytest.mark.parametrize("action", ["rollback", "undeploy"])
+def test_word_of_deploy_alone_is_refused_before_anything_is_done(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str, word: dict[str, Any]
+) -> None:
+    assert run(steps, monkeypatch, action, word, h1={"ok": True, "outcome": "done"}) == 2
+    assert Remote.asked == []
+    name = next(iter(word)).upper()
+    assert f"{name} is for `make deploy` alone, and nothing has been done" in capsys.readouterr().out
 
 
 def test_statuses_are_all_different(steps: Any) -> None:
