@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import time
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +422,26 @@ def test_status_tells_a_deployment_under_way_from_one_that_was_cut_off(
     assert any("cut off" in text for text in answer["findings"]) == (pending and of != "x.service")
     facts = dict(answer["facts"])
     assert facts.get("under way") == (f"deploy of {of} by me: 1-a, for 9 s, now at step switch" if of else None)
+
+
+@pytest.mark.parametrize("age", [1, 3600])
+def test_archive_that_is_being_sent_is_not_told_as_left_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age: int
+) -> None:
+    archive = tmp_path / "incoming" / "0.1.0-0123456789ab-0badcafe.tar"
+    archive.parent.mkdir()
+    archive.touch()
+    os.utime(archive, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: StandIn())
+    monkeypatch.setattr(StandIn, "exists", True)
+    monkeypatch.setattr(status.service, "healthy", lambda url: True)
+    monkeypatch.setattr(status, "journal_of", lambda *_: service.Journal("0" * 32))
+    facts = dict(status.status({"unit": "x.service", "prefix": str(tmp_path)})["facts"])
+    said = {"under way": f"{archive} is being sent, or was until a minute ago"}
+    if age > 60:
+        said = {"left over": f"{archive}, which no unit uses: `make undeploy` removes it"}
+    assert {name: facts[name] for name in ("under way", "left over") if name in facts} == said
 
 
 class StandIn2:

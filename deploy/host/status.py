@@ -9,7 +9,7 @@ from typing import Any
 
 from deploy.host import look, release, service
 from deploy.host.command import Refused
-from deploy.host.look import Look
+from deploy.host.look import Look, Place
 from deploy.host.service import Journal
 from deploy.host.systemd import SystemdError, Unit, transactions
 
@@ -31,6 +31,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     under_way = transactions()
     for transaction in under_way:
         facts += [["under way", str(transaction)], ["says", transaction.line]]
+    if not under_way:  # whose own archive it may be
+        for path in release.being_sent(Place(Path(order["prefix"]), order["unit"])):
+            facts.append(["under way", f"{path} is being sent, or was until a minute ago"])
     unit = Unit(order["unit"])
     if not unit.exists:
         left = Look(unit, Path(order["prefix"]))
@@ -92,7 +95,8 @@ def _about(name: str | None, drop_in: str | None) -> str:
 
 def _left_over(seen: Look) -> list[list[str]]:
     """What lies under PREFIX although no unit runs it: of a deployment that was cut off while it was sent."""
-    what = ", ".join(release.left_over(seen.place))
+    sent = release.being_sent(seen.place)
+    what = ", ".join(path for path in release.left_over(seen.place) if path not in sent)
     return [["left over", f"{what}, which no unit uses: `make undeploy` removes it"]] if what else []
 
 
