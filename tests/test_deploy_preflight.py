@@ -131,6 +131,18 @@ def test_active_unit_that_does_not_answer(
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_service_that_does_not_get_ready_with_our_release_has_a_way_back(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: False)
+    seen = Look(StandIn("active"), PREFIX)
+    seen.drop_in = drop_in_text(PREFIX / "releases" / "1-a", "", "on", 0) if ours else None
+    report = Report()
+    preflight._command(Command(PYTHON, frozenset(), SPECULATES.split()), seen, None, report)
+    assert any("`make rollback` or `make undeploy`" in text for text in report.findings) == ours
+
+
 def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
     overrides = {"KDTREE_LOG_LEVEL": "error", "KDTREE_CONFIG": "", "LANG": "C"}
