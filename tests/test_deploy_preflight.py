@@ -456,6 +456,14 @@ def test_archive_that_is_being_sent_is_not_told_as_left_over(
     assert {name: facts[name] for name in ("under way", "left over") if name in facts} == said
 
 
+def test_counters_are_the_last_of_each_worker_and_say_so() -> None:
+    journal = service.Journal("0" * 32)
+    assert status.counters(journal) == "no counts yet: the first come after 10 calls"
+    said = (("1", "served=10 tp_rank=0"), ("2", "served=10 tp_rank=1"), ("1", "served=100 forward_mode=61 tp_rank=0"))
+    journal.lines = [service.Line(pid, f"[kdtree] calls {text}") for pid, text in said]
+    assert status.counters(journal) == "served=110 forward_mode=61, when each worker last logged them"
+
+
 class StandIn2:
     def __init__(self, name: str):
         self.name = name

@@ -84,7 +84,7 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     installed = {line.pid for line in journal.ours("installed ")}
     if name or installed:  # which is all there is to say of a stock service
         facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
-        facts.append(["calls", counters(journal) or "no counts yet"])
+        facts.append(["calls", counters(journal)])
     for line in [*journal.ours("declined "), *journal.ours("disabled "), *journal.ours("ERROR ")][:10]:
         facts.append(["says", line.text])
 
@@ -107,14 +107,15 @@ def journal_of(unit: Unit, invocation: str, pid: int) -> Journal:
 
 
 def counters(journal: Journal) -> str:
-    """The last `calls` line of each worker, added up."""
+    """The last `calls` line of each worker, added up. What has been called since then is not in it, and said so."""
     last = {line.pid: line.text for line in journal.ours("calls ")}
     total: Counter[str] = Counter()
     for text in last.values():
         for name, number in re.findall(r"(\w+)=(\d+)\b", text):
             if name != "tp_rank":
                 total[name] += int(number)
-    return " ".join(f"{name}={number}" for name, number in total.items())
+    said = " ".join(f"{name}={number}" for name, number in total.items())
+    return f"{said}, when each worker last logged them" if said else "no counts yet: the first come after 10 calls"
 
 
 def logs(order: dict[str, Any]) -> dict[str, Any]:
