@@ -456,6 +456,20 @@ def test_archive_that_is_being_sent_is_not_told_as_left_over(
     assert {name: facts[name] for name in ("under way", "left over") if name in facts} == said
 
 
+def test_status_of_a_deployment_under_another_prefix_says_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unit = StandIn()
+    unit.drop_in.parent.mkdir()
+    unit.drop_in.write_text(drop_in_text(Path("/srv/kd/releases/1-a"), "", "on", 0))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: unit)
+    monkeypatch.setattr(StandIn, "exists", True)
+    answer = status.status({"unit": "x.service", "prefix": str(tmp_path)})
+    assert answer["findings"] == ["the unit's drop-in is of another PREFIX, /srv/kd: say PREFIX=/srv/kd"]
+    assert "release" not in dict(answer["facts"])
+
+
 def test_counters_are_the_last_of_each_worker_and_say_so() -> None:
     journal = service.Journal("0" * 32)
     assert status.counters(journal) == "no counts yet: the first come after 10 calls"

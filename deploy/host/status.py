@@ -46,6 +46,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     is_changing = unit.name in at_work
     state = unit.state()
     facts.append(["unit", f"{unit.name}, {state.active} ({state.sub})"])
+    problem = look.drop_in_problem(seen.drop_in, seen.place)
+    if problem:  # what runs has its release elsewhere, and is no stock service
+        raise Refused(problem)
     name = look.release_of(seen.drop_in, seen.place)
     record = seen.state or {}
     if pending and is_changing:
