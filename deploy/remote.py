@@ -61,7 +61,8 @@ class Remote:
             connect_all(self._state)
         except (PyinfraError, SSHException, OSError, EOFError) as error:
             self._state = None
-            raise Unreachable(f"ssh to {self.host}: {_first_error() or error}") from error
+            why = f"ssh to {self.host}: {_first_error() or error}"
+            raise Unreachable(f"{why}: it must get in from here without a question (a key, ~/.ssh/config)") from error
 
     def run(self, command: str, stdin: str | None = None, timeout: int = _LIMIT) -> tuple[bool, str, str]:
         """Whether a command succeeded, its standard output and its standard error. `command` goes through a shell: it

@@ -92,6 +92,8 @@ def deploy(options: Options) -> None:
         names = ", ".join(source.dirty[:5]) + (" ..." if len(source.dirty) > 5 else "")
         raise Stop(f"the checkout has changes that are in no commit ({names}): commit them, or say FORCE=1")
     say(f"release {source.release}, {len(source.files)} files")
+    if source.dirty and not options.force:
+        say("warning: the checkout has changes in no commit: without DRY_RUN=1 this is refused, unless FORCE=1")
     targets = [preflight(host, options, source) for host in options.hosts]
     bad = [target for target in targets if target.report["findings"]]
     if bad:
@@ -215,7 +217,9 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
     if not result["ok"]:
         for line in result.get("lines", []):
             say(f"    | {line}")
-        raise Stop(f"{remote.host}: {result['reason']}", _STATUS[result["outcome"]])
+        status = _STATUS[result["outcome"]]
+        rest = "; the service is as it was before" if status == RESTORED else ""
+        raise Stop(f"{remote.host}: {result['reason']}{rest}", status)
 
 
 def follow(remote: Remote, token: str) -> dict[str, Any]:
@@ -260,6 +264,15 @@ def undeploy(options: Options) -> None:
 
 
 def _simple(action: str, options: Options) -> None:
+    # Not to be passed over: who writes DRY_RUN=1 expects no restart.
+    for word, given in (("DRY_RUN", options.dry_run), ("MODE", options.mode), ("FORCE", options.force)):
+        if given:
+            raise Stop(
+                f"{word} is for `make deploy` alone, and nothing has been done: `make status` shows what "
+                f"`make {action}` would take back",
+                USAGE,
+            )
+
     def change(index: int) -> None:
         host = options.hosts[index]
         step(action, host)

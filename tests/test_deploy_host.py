@@ -49,6 +49,29 @@ def test_drop_in_says_exactly_the_value(value: str) -> None:
     assert environment_of(["[Service]\n" + quoted("A", value)]) == {"A": value}
 
 
+@pytest.mark.parametrize("moment", range(7))
+def test_restart_while_a_unit_is_asked_for_its_state_is_not_taken_for_the_end_of_the_new_start(
+    monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """busctl asks for one property after the other; before `moment` of them the old process has just ended."""
+    old = {"ActiveState": "inactive", "SubState": "dead", "InvocationID": [1], "NRestarts": 0, "Result": "success"}
+    new = {"ActiveState": "active", "SubState": "running", "InvocationID": [2], "NRestarts": 0, "Result": "success"}
+    asked: list[str] = []
+
+    def run(*words: str) -> str:
+        answers = []
+        for name in words[6:]:
+            asked.append(name)
+            answers.append({"data": {**(old if len(asked) <= moment else new), "MainPID": 1}[name]})
+        return "\n".join(map(json.dumps, answers))
+
+    monkeypatch.setattr(systemd, "run", run)
+    unit = object.__new__(systemd.Unit)
+    unit._path = "/x"
+    state = unit.state()
+    assert len(asked) == 6 and (state.invocation == "01" or state.active == "active")
+
+
 def test_drop_in_prepends_to_the_python_path_of_the_unit() -> None:
     place = Place(Path("/opt/kdtree"), "x.service")
     text = drop_in_text(place.releases / "1-a", "/mine:/yours", "shadow", 1000)

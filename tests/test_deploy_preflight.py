@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,18 @@ def test_active_unit_that_does_not_answer(
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_service_that_does_not_get_ready_with_our_release_has_a_way_back(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: False)
+    seen = Look(StandIn("active"), PREFIX)
+    seen.drop_in = drop_in_text(PREFIX / "releases" / "1-a", "", "on", 0) if ours else None
+    report = Report()
+    preflight._command(Command(PYTHON, frozenset(), SPECULATES.split()), seen, None, report)
+    assert any("`make rollback` or `make undeploy`" in text for text in report.findings) == ours
+
+
 def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.service, "healthy", lambda url: True)
     overrides = {"KDTREE_LOG_LEVEL": "error", "KDTREE_CONFIG": "", "LANG": "C"}
@@ -199,7 +212,7 @@ def test_what_cannot_be_expanded_is_read_from_the_running_process(
     found = command_of(monkeypatch, argv, RUNNING, **values)
     assert look.workers_of(found) == 8 and look.health_url(found) == "http://127.0.0.1:8000"
     assert found.option("--api-key") == "sk-$HOME"  # as it is there: nothing expands it a second time
-    with pytest.raises(Refused, match="no Python with SGLang"):
+    with pytest.raises(Refused, match="no Python with SGLang.*: is this the service's unit"):
         command_of(monkeypatch, argv, [], **values)
 
 
@@ -421,6 +434,48 @@ def test_status_tells_a_deployment_under_way_from_one_that_was_cut_off(
     assert any("cut off" in text for text in answer["findings"]) == (pending and of != "x.service")
     facts = dict(answer["facts"])
     assert facts.get("under way") == (f"deploy of {of} by me: 1-a, for 9 s, now at step switch" if of else None)
+
+
+@pytest.mark.parametrize("age", [1, 3600])
+def test_archive_that_is_being_sent_is_not_told_as_left_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age: int
+) -> None:
+    archive = tmp_path / "incoming" / "0.1.0-0123456789ab-0badcafe.tar"
+    archive.parent.mkdir()
+    archive.touch()
+    os.utime(archive, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: StandIn())
+    monkeypatch.setattr(StandIn, "exists", True)
+    monkeypatch.setattr(status.service, "healthy", lambda url: True)
+    monkeypatch.setattr(status, "journal_of", lambda *_: service.Journal("0" * 32))
+    facts = dict(status.status({"unit": "x.service", "prefix": str(tmp_path)})["facts"])
+    said = {"under way": f"{archive} is being sent, or was until a minute ago"}
+    if age > 60:
+        said = {"left over": f"{archive}, which no unit uses: `make undeploy` removes it"}
+    assert {name: facts[name] for name in ("under way", "left over") if name in facts} == said
+
+
+def test_status_of_a_deployment_under_another_prefix_says_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unit = StandIn()
+    unit.drop_in.parent.mkdir()
+    unit.drop_in.write_text(drop_in_text(Path("/srv/kd/releases/1-a"), "", "on", 0))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: unit)
+    monkeypatch.setattr(StandIn, "exists", True)
+    answer = status.status({"unit": "x.service", "prefix": str(tmp_path)})
+    assert answer["findings"] == ["the unit's drop-in is of another PREFIX, /srv/kd: say PREFIX=/srv/kd"]
+    assert "release" not in dict(answer["facts"])
+
+
+def test_counters_are_the_last_of_each_worker_and_say_so() -> None:
+    journal = service.Journal("0" * 32)
+    assert status.counters(journal) == "no counts yet: the first come after 10 calls"
+    said = (("1", "served=10 tp_rank=0"), ("2", "served=10 tp_rank=1"), ("1", "served=100 forward_mode=61 tp_rank=0"))
+    journal.lines = [service.Line(pid, f"[kdtree] calls {text}") for pid, text in said]
+    assert status.counters(journal) == "served=110 forward_mode=61, when each worker last logged them"
 
 
 class StandIn2:

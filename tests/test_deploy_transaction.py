@@ -285,7 +285,7 @@ def test_first_deployment_that_fails_leaves_what_others_have_and_says_so(
     other.state.write_text(json.dumps({"release": OLD}))
     failing(fresh, monkeypatch, "start")
     assert other.state.exists() and not fresh.records.exists() and list(release.manifests(fresh)) == [NEW]
-    assert f"{fresh.releases / NEW} stays, for another try; `make undeploy` removes it" in capsys.readouterr().out
+    assert f"{fresh.releases / NEW} stays, for another try, and goes with the old releases" in capsys.readouterr().out
 
 
 def test_archive_on_its_way_for_another_unit_is_left_to_it(

@@ -220,7 +220,9 @@ def _through_script(words: list[str], path: str, read_head: ReadHead) -> list[st
     """A console script such as /opt/venv/bin/sglang: its first line names the interpreter."""
     lines = read_head(path).splitlines()
     if not lines or not lines[0].startswith("#!"):
-        raise Refused(f"ExecStart runs {path}, which is neither Python nor a wrapper that is known here")
+        raise Refused(
+            f"ExecStart runs {path}, which is neither Python nor a wrapper that is known here: name the Python there"
+        )
     interpreter, _, argument = lines[0][2:].strip().partition(" ")
     # pip writes this where the path of the interpreter is too long for a first line.
     long_path = re.match(r"'''exec' \"?(/[^\"]+?)\"? \"\$0\" \"\$@\"", lines[1]) if len(lines) > 1 else None
@@ -305,7 +307,10 @@ def python_path_problem(command: Command) -> str | None:
     }
     found = [text for letter, text in why.items() if letter in command.flags]
     if found:
-        return f"the unit starts {command.interpreter} so that the patch cannot load: " + "; ".join(found)
+        what = "; ".join(found)
+        return (
+            f"the unit starts {command.interpreter} so that the patch cannot load: {what}: take that out of ExecStart"
+        )
     value = command.overrides.get("PYTHONPATH")
     if value is None or re.search(r"\$\{?PYTHONPATH\b", value):
         return None

@@ -172,7 +172,9 @@ class Look:
                     ) from opaque
             found.wrappers.append(f"{os.path.basename(self.unit.argv[0])} (seen in the running service)")
             return found
-        raise Refused(f"{opaque}, and no Python with SGLang in its command line is running under it") from opaque
+        raise Refused(
+            f"{opaque}, and no Python with SGLang in its command line is running under it: is this the service's unit?"
+        ) from opaque
 
 
 def passed(name: str) -> bool:

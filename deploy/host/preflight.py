@@ -161,9 +161,10 @@ def _command(command: Command, seen: Look, mode: str | None, report: Report) -> 
     health = _health(url)
     report.fact("service", f"{workers} worker(s) here, {url}/health {health}")
     if health != "answers" and seen.unit.state().active == "active" and seen.pending is None:
+        back = "; if it does not get ready with our release, `make rollback` or `make undeploy`" if seen.drop_in else ""
         report.find(
             f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
-            "write --host and --port into ExecStart"
+            f"write --host and --port into ExecStart{back}"
         )
     if seen.mode(mode) != "off":
         _would_decline(command, report)

@@ -27,6 +27,8 @@ _NEW_LINK = ".current.new"
 _RECORDS = {"state.json", "pending.json", ".state.json.new", ".pending.json.new"}
 # Archives of deployments that were cut off while they were sent.
 _STALE_SECONDS = 86400.0
+# One that has not grown for so long is not being sent any more.
+_SENDING_SECONDS = 60.0
 
 
 class ReleaseError(Exception):
@@ -319,6 +321,14 @@ def left_over(place: Place) -> list[str]:
     if is_used(place):
         return []
     return [str(path) for path in (*filter(is_ours, _inside(place.releases)), *_archives(place))]
+
+
+def being_sent(place: Place) -> list[str]:
+    """The archives that have grown within the last minute."""
+    since = time.time() - _SENDING_SECONDS
+    with contextlib.suppress(FileNotFoundError):  # taken by its transaction, in this moment
+        return [str(path) for path in _archives(place) if path.stat().st_mtime > since]
+    return []
 
 
 def _remove_empty(folder: Path) -> None:

@@ -118,7 +118,9 @@ class Unit:
         return self["LoadState"] == "loaded"
 
     def state(self) -> State:
-        unit = self._get(_UNIT, ("ActiveState", "SubState", "InvocationID"))
+        # One question after the other, and a restart may fall between them: with the start asked for first, the rest is
+        # never older than it. The other way round, the dead moment before a start would look like its end.
+        unit = self._get(_UNIT, ("InvocationID", "ActiveState", "SubState"))
         service = self._get(_SERVICE, ("NRestarts", "Result", "MainPID"))
         return State(
             active=unit["ActiveState"],

@@ -192,7 +192,7 @@ class Transaction:
         except OSError as error:  # no reason to call a confirmed deployment failed
             self.say(f"what is not needed any more could not be removed: {error}")
         if self._new and self.outcome != "done" and (place.releases / self._new).exists():
-            self.say(f"{place.releases / self._new} stays, for another try; `make undeploy` removes it")
+            self.say(f"{place.releases / self._new} stays, for another try, and goes with the old releases")
 
     def is_done(self, name: str, text: str, command: Command) -> bool:
         state = self.seen.state or {}
