@@ -517,7 +517,7 @@ def test_doctor_shows_cuda_that_gpu_alone_before_anything_wakes_it(
 
 
 @pytest.mark.parametrize(
-    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90", "sm_120"])]
+    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90a", "sm_120"])]
 )
 def test_doctor_compiles_the_configuration_that_the_service_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, targets: list[str]
