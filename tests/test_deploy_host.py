@@ -408,6 +408,37 @@ def test_wheels_are_those_of_the_services_interpreter() -> None:
         bundle.pip_words({**key, "libc": ["", ""]})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cuda", "12x @ file:///tmp/theirs#.8"),
+        ("cuda", None),
+        ("numpy", "1.26.4 ; x"),
+        ("tag", "cp312 --index-url"),
+        ("machine", "../x86_64"),
+        ("libc", ["glibc", "2.31 x"]),
+        ("libc", "glibc"),
+    ],
+)
+def test_what_no_python_says_of_itself_goes_into_no_command_line(name: str, value: Any) -> None:
+    """The answer is the interpreter's, which belongs to the service's user: pip would fetch and run what it names."""
+    with pytest.raises(bundle.BundleError, match=f"its {name} is .* which cannot be"):
+        bundle.wheel_key({**PROBE, name: value})
+    assert bundle.wheel_key({**PROBE, "numpy": None})["numpy"] is None
+    assert bundle.wheel_key({**PROBE, "libc": ["", ""]})["libc"] == ["", ""]
+
+
+def test_wheels_that_find_no_room_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bundle, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setattr(bundle, "_download", lambda folder, *_: (folder / "wrapt-1.whl").touch())
+    monkeypatch.setattr(bundle.shutil, "copytree", full)
+    with pytest.raises(bundle.BundleError, match="could not be kept in .*No space left on device"):
+        bundle.wheels(bundle.wheel_key(PROBE))
+
+
 def test_wheels_that_cannot_be_fetched_are_one_line_that_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
