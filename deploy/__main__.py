@@ -34,7 +34,7 @@ def main() -> int:
     if action not in steps.ACTIONS:
         print(USAGE, file=sys.stderr)
         return steps.USAGE
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
         options = Options.from_environ(os.environ)
     except UsageError as error:

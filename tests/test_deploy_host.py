@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -343,7 +346,7 @@ def confirm(
         if late and len(requests) > 1:
             start.journal.lines.append(Line("1", late))
 
-    monkeypatch.setattr(service, "healthy", lambda url, timeout=5: True)
+    monkeypatch.setattr(service, "healthy", lambda url: True)
     monkeypatch.setattr(service, "generate", generate)
     monkeypatch.setattr(service, "_LINES_SECONDS", 0.0)
     monkeypatch.setattr(Journal, "read", lambda self: [])
@@ -367,6 +370,39 @@ def test_layers_that_come_late_are_waited_for_and_none_is_said(monkeypatch: pyte
     assert "no layer has been compared yet" in confirm(monkeypatch, *lines, validates=True)[-1]
     with pytest.raises(Failed, match="rel is above"):
         confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-01"))
+
+
+def test_health_that_takes_its_time_is_waited_for_after_a_restart_as_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(2.5)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(Journal, "read", lambda self: [])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = Start(FakeUnit(), f"http://127.0.0.1:{server.server_port}", "0" * 32)  # type: ignore[arg-type]
+        start.wait(1, lambda text: None, [], True)
+        server.shutdown()
+
+
+def test_unit_that_was_stopped_and_is_not_started_again_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condition that does not hold any more, or another unit that it needs and that fails: there is no new start."""
+    states = [State("deactivating", "stop", "0" * 32, 0, "success", 1, True)]
+    states.append(State("inactive", "dead", "0" * 32, 0, "success", 0, True))  # on its way up
+    states.append(State("inactive", "dead", "0" * 32, 0, "success", 0, False))
+    unit = FakeUnit()
+    monkeypatch.setattr(unit, "state", lambda: states.pop(0), raising=False)
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(service, "last_word", lambda name: "Condition check resulted in it being skipped.")
+    start = Start(unit, "http://x", "0" * 32)  # type: ignore[arg-type]
+    with pytest.raises(Failed, match="stopped and systemd does not start it again .Condition check resulted"):
+        start.wait(600, lambda text: None, [], True)
+    assert states == []
 
 
 @pytest.mark.parametrize(

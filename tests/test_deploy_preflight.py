@@ -21,6 +21,8 @@ PYTHON = "/opt/venv/bin/python3"
 GOOD: dict[str, Any] = {
     "FragmentPath": "/etc/systemd/system/x.service",
     "NeedDaemonReload": False,
+    "RefuseManualStart": False,
+    "RefuseManualStop": False,
     "User": "nobody",
     "DynamicUser": False,
     "RootDirectory": "",
@@ -89,6 +91,7 @@ def test_unit_in_which_there_is_nothing_to_find() -> None:
     ("values", "said"),
     [
         ({"FragmentPath": "/run/systemd/transient/x.service"}, "transient unit"),
+        ({"RefuseManualStop": True}, "RefuseManualStop= keeps it from being restarted"),
         ({"LogLevelMax": 4}, "LogLevelMax="),
         ({"LogNamespace": "sglang"}, "LogNamespace=sglang"),
         ({"TemporaryFileSystem": [["/opt", "ro"]]}, "TemporaryFileSystem= hides /opt"),
@@ -249,6 +252,53 @@ def test_what_systemd_says_wins_over_the_text_of_unit_files(monkeypatch: pytest.
     assert Look(StandIn(Environment=["CUDA_VISIBLE_DEVICES=3"]), PREFIX).variables() == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
+def test_unit_file_that_only_systemd_can_read_to_its_end(monkeypatch: pytest.MonkeyPatch, units: Path) -> None:
+    """Bytes that are no UTF-8 are legal in a comment; quotes that are not closed make systemd leave a line out."""
+    path = units / "x.service"
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    path.write_bytes(b"# f\xfcr\n[Service]\nEnvironment=PYTHONPATH=/mine\n")
+    assert Look(StandIn(Environment=["PYTHONPATH=/mine"]), PREFIX).python_path == "/mine"
+    path.write_text("[Service]\nEnvironment=A=it's\n")
+    seen = Look(StandIn(), PREFIX)
+    with pytest.raises(Refused, match=f"Environment= in {path} cannot be read .No closing quotation.: put its quotes"):
+        _ = seen.own
+
+
+def test_pipe_in_the_place_of_a_script_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sglang")
+    assert look.read_head(str(tmp_path / "sglang")) == ""
+
+
+# ------------------------------------------------------------------------ what a restart and a confirmation depend upon
+
+
+def test_condition_that_does_not_hold_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    said = "x.service: ConditionPathExists=/srv/model failed.\nConditions failed.\n"
+    monkeypatch.setattr(preflight, "run", lambda *_, **__: said)
+    preflight._conditions(StandIn(), report)
+    assert report.findings == [
+        "ConditionPathExists=/srv/model failed: systemd would stop x.service and not start it again"
+    ]
+    monkeypatch.setattr(preflight, "run", lambda *_, **__: "Unknown command verb condition.\n")
+    preflight._conditions(StandIn(), report)
+    assert len(report.findings) == 1
+
+
+@pytest.mark.parametrize("kept", ["", "kept\n"])
+def test_journal_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    report, asked = Report(), []
+
+    def run(*words: str, **_: Any) -> str:
+        asked.append(words)
+        return kept
+
+    monkeypatch.setattr(preflight, "run", run)
+    monkeypatch.setattr(preflight, "JOURNAL_SECONDS", 0.0)
+    preflight._journal(StandIn(), report)
+    assert "--priority=6" in asked[0] and bool(report.findings) == (not kept)
+
+
 # ------------------------------------------------------------------------------------------------ specifiers, templates
 
 
@@ -291,9 +341,9 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
     monkeypatch: pytest.MonkeyPatch, units: Path
 ) -> None:
     with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123").own
     with pytest.raises(Refused, match="is '/srv/%b': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before").own
 
 
 # ----------------------------------------------------------------------------------------------- variables, mode, plan
@@ -301,7 +351,7 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
 
 def reserved(monkeypatch: pytest.MonkeyPatch, own: dict[str, str], arrives: dict[str, str]) -> Report:
     seen = Look(StandIn(), PREFIX)
-    seen.own = own
+    seen._own = own
     report = Report()
     report.data["probe"] = {"python_path": seen.python_path, "kdtree": arrives}
     preflight._reserved(seen, report)

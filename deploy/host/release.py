@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import systemd
+from deploy.host.command import Refused
 from deploy.host.look import Place, read_json, read_text, release_of
 from deploy.host.systemd import DROP_IN, environment_of, quoted, sync_folder
 from kdtree_patch.settings import MODES
@@ -74,9 +75,9 @@ def is_ours(folder: Path) -> bool:
     """Whether this is a whole release of ours: it carries our manifest."""
     try:
         manifest = None if folder.is_symlink() else read_json(folder / MANIFEST)
-    except (OSError, ValueError):
+    except (OSError, Refused):
         return False
-    return isinstance(manifest, dict) and "wheel_key" in manifest
+    return manifest is not None and "wheel_key" in manifest
 
 
 def _is_half(folder: Path) -> bool:

@@ -189,7 +189,7 @@ class Transaction:
                     self.say(f"old releases removed: {', '.join(gone)}")
             elif not self.unit.drop_in.exists():
                 release.remove_everything(place, keep_archives=True)
-        except OSError as error:  # no reason to call a confirmed deployment failed
+        except Exception as error:  # whatever it is, no reason to call a confirmed deployment failed
             self.say(f"what is not needed any more could not be removed: {error}")
         if self._new and self.outcome != "done" and (place.releases / self._new).exists():
             self.say(f"{place.releases / self._new} stays, for another try; `make undeploy` removes it")
@@ -410,10 +410,10 @@ class Transaction:
     def step(self, name: str) -> None:
         if name != self._step:
             self._step = name
-            print(f"{systemd.STEP}{name}", flush=True)
+            wire.line(f"{systemd.STEP}{name}")
 
     def say(self, text: str) -> None:
-        print(f"    {text}", flush=True)
+        wire.line(f"    {text}")
 
 
 def run_order(order: dict[str, Any]) -> int:
