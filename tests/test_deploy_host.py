@@ -128,6 +128,23 @@ def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: P
     assert os.path.samefile(shared, folder / "vendor" / "extra.py")
 
 
+def test_release_that_somebody_has_changed_is_told_from_one_as_it_was_sent(place: Place, tmp_path: Path) -> None:
+    made_from, key = bundle.source(), {"tag": "cp312"}
+    archive = tmp_path / "sent.tar"
+    package = tmp_path / "x-1-py3-none-any.whl"
+    package.write_bytes(wheel(x="").encode("latin-1"))
+    bundle.pack(made_from, key, [package], None, archive)
+    assert release.install(place, "1-a", archive)
+    folder = place.releases / "1-a"
+    (folder / "kdtree_patch" / "__pycache__").mkdir()
+    for path in ("cache/x", "vendor/y.py", "kdtree_patch/__pycache__/z.pyc"):
+        (folder / path).touch()
+    assert not release.is_changed(folder)
+    with (folder / "kernels" / "verify_attn_flash.cu").open("a") as file:
+        file.write("\n")
+    assert release.is_changed(folder)
+
+
 def test_disk_that_is_full_while_a_release_is_unpacked(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

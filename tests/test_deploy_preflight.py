@@ -92,6 +92,7 @@ def test_unit_in_which_there_is_nothing_to_find() -> None:
     [
         ({"FragmentPath": "/run/systemd/transient/x.service"}, "transient unit"),
         ({"RefuseManualStop": True}, "RefuseManualStop= keeps it from being restarted"),
+        ({"PassEnvironment": ["HOME", "PYTHONPATH"]}, "PassEnvironment= takes PYTHONPATH from the system manager"),
         ({"LogLevelMax": 4}, "LogLevelMax="),
         ({"LogNamespace": "sglang"}, "LogNamespace=sglang"),
         ({"TemporaryFileSystem": [["/opt", "ro"]]}, "TemporaryFileSystem= hides /opt"),
@@ -262,6 +263,33 @@ def test_unit_file_that_only_systemd_can_read_to_its_end(monkeypatch: pytest.Mon
     seen = Look(StandIn(), PREFIX)
     with pytest.raises(Refused, match=f"Environment= in {path} cannot be read .No closing quotation.: put its quotes"):
         _ = seen.own
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("Environment=KDTREE_MODE=off", "sets KDTREE_MODE"),
+        ("Environment=", "takes away PYTHONPATH, KDTREE_MODE, KDTREE_CACHE_DIR, KDTREE_LOG_LEVEL"),
+        ("Environment=OTHER=1", ""),
+    ],
+)
+def test_file_that_is_read_after_ours(monkeypatch: pytest.MonkeyPatch, units: Path, line: str, said: str) -> None:
+    path = units / "60-later.conf"
+    path.write_text(f"[Service]\n{line}\n")
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    report = reserved(monkeypatch, {}, {})
+    assert bool(report.findings) == bool(said) and said in "".join(report.findings)
+
+
+def test_first_word_of_a_command_may_be_a_name_alone() -> None:
+    assert StandIn(ExecStart=[[PYTHON, ["sglang", "-m", "x"]]]).argv == [PYTHON, "-m", "x"]
+    assert StandIn(ExecStart=[["python3", ["python3", "-m", "x"]]]).argv == ["python3", "-m", "x"]
+
+
+def test_secret_in_the_command_of_a_shell_is_one() -> None:
+    text = "cd /srv && exec python -m sglang.launch_server --api-key 'sk-very' --port 1"
+    unit = StandIn(ExecStart=[["/bin/bash", ["/bin/bash", "-c", text]]])
+    assert look.secrets_of(unit, 0) == ["sk-very"]
 
 
 def test_pipe_in_the_place_of_a_script_is_not_waited_for(tmp_path: Path) -> None:

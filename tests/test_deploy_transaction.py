@@ -126,6 +126,23 @@ def test_failed_switch_puts_everything_back(place: Place, monkeypatch: pytest.Mo
     assert_old(place)
 
 
+def test_release_that_somebody_has_changed_is_not_deployed_but_gone_back_to(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place.releases / NEW / release.MANIFEST).write_text('{"wheel_key": 0, "digest": "another"}')
+    doing = begun(place)
+    doing._command = object()  # type: ignore[assignment]
+    switched: list[str] = []
+    monkeypatch.setattr(Transaction, "doctor", lambda *_: None)
+    monkeypatch.setattr(Transaction, "is_done", lambda *_: False)
+    monkeypatch.setattr(Transaction, "switch", lambda self, name, *_: switched.append(name))
+    with pytest.raises(release.ReleaseError, match=f"{NEW} has been changed by hand since it was put in place: commit"):
+        doing.to_release(NEW, "on", None)
+    assert switched == []
+    doing.to_release(NEW, "on", None, rolled_back=True)
+    assert switched == [NEW] and "warning: " in capsys.readouterr().out
+
+
 class Deaf(io.TextIOBase):
     """Standard output to a journal that is gone, or in an encoding that has not the character."""
 

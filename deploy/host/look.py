@@ -5,8 +5,10 @@ Reads only. `Look` is what preflight reports on and what a transaction starts fr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,6 +249,9 @@ def _descendants(pid: int) -> list[int]:
 def secrets_of(unit: Unit, pid: int) -> list[str]:
     """Values that must not be repeated: those of the service's command line and environment that are named like one."""
     words = unit.argv + _words(pid, "cmdline") if pid else unit.argv
+    for word in [word for word in words if " " in word]:  # bash -c "..."
+        with contextlib.suppress(ValueError):
+            words = words + shlex.split(word)
     found = []
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

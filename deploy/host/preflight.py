@@ -21,7 +21,7 @@ from deploy.host import gpus, look, service, wire
 from deploy.host.command import Command, Refused, python_path_problem
 from deploy.host.look import Look, Place
 from deploy.host.release import drop_in_text, foreign_problem, manifests
-from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
+from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, quoted, run, run_as, transactions
 from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
@@ -133,6 +133,10 @@ def _unit(unit: Unit, report: Report) -> None:
         report.find(f"its ExecStart begins with + or !, and so is not started as its User={unit['User']}: remove that")
     for name in sorted(set(look.RESERVED) & {word.partition("=")[0] for word in unit["UnsetEnvironment"]}):
         report.find(f"UnsetEnvironment= takes {name} away: remove it there")
+    for name in sorted(set(look.RESERVED) & set(unit["PassEnvironment"])):
+        report.find(
+            f"PassEnvironment= takes {name} from the system manager, where it is not seen: set it in Environment="
+        )
     for name in ("StandardOutput", "StandardError"):
         if unit[name] not in _JOURNAL:
             report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
@@ -333,8 +337,11 @@ def _reserved(seen: Look, report: Report) -> None:
         report.find(f"every worker would decline: {error}")
     for path in seen.unit.files():
         text = (look.read_text(path) if path.name > DROP_IN and path.suffix == ".conf" else None) or ""
-        if names := sorted(set(look.RESERVED) & set(environment_of([text]))):
-            report.find(f"{path} is read after our {DROP_IN} and sets {', '.join(names)}: give it a lower number")
+        ours = "[Service]\n" + "\n".join(quoted(name, "ours") for name in look.RESERVED)
+        after = environment_of([ours, text])  # an empty Environment= takes all away
+        if names := [name for name in look.RESERVED if after.get(name) != "ours"]:
+            does = "sets" if after.keys() & set(names) else "takes away"
+            report.find(f"{path} is read after our {DROP_IN} and {does} {', '.join(names)}: give it a lower number")
     for entry in filter(None, seen.python_path.split(":")):
         if os.path.isfile(f"{entry}/kdtree_patch/boot.py"):
             report.find(f"PYTHONPATH of the unit already has the patch, in {entry}: take it out there first")

@@ -134,8 +134,9 @@ class Unit:
 
     @property
     def argv(self) -> list[str]:
-        """Of its one ExecStart."""
-        return list(self["ExecStart"][0][1])
+        """Of its one ExecStart, with what is really run in front: after an @, the first word is only a name."""
+        path, words = self["ExecStart"][0][:2]
+        return [path if os.path.isabs(path) else words[0], *words[1:]]
 
     @property
     def flags(self) -> list[str]:

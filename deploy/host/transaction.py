@@ -158,6 +158,11 @@ class Transaction:
             if release.install(place, name, archive):
                 self._new = name
             self.say(f"{place.releases / name} " + ("is in place" if self._new else "is there already"))
+            if release.is_changed(place.releases / name):
+                changed = f"{place.releases / name} has been changed by hand since it was put in place"
+                if not rolled_back:
+                    raise ReleaseError(f"{changed}: commit what is to run, which makes a release of its own")
+                self.say(f"warning: {changed}")
             command = self.command()
             text = release.drop_in_text(place.releases / name, self.seen.python_path, mode, self.unit.user.pw_uid)
             if self.is_done(name, text, command):
