@@ -158,6 +158,8 @@ def _conditions(unit: Unit, report: Report) -> None:
     """A service goes on when what it was started under is gone; a restart would stop it, and not start it again."""
     with contextlib.suppress(SystemdError):  # no such verb before systemd 250
         said = run("systemd-analyze", "condition", f"--unit={unit.name}", check=False, both=True)
+        if not re.search(r"^(Conditions|Asserts) failed", said, re.M):
+            return  # one of several that are or-ed may well have failed
         failed = [line.partition(": ")[2] or line for line in said.splitlines() if re.search(r": .*=.* failed", line)]
         for line in failed:
             report.find(f"{line.removesuffix('.')}: systemd would stop {unit.name} and not start it again")
