@@ -37,7 +37,7 @@ def main() -> int:
     if action not in steps.ACTIONS:
         print(USAGE, file=sys.stderr)
         return steps.USAGE
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     # What goes wrong below arrives here as an exception too, and is one line of ours: not their tracebacks beside it.
     get_hub().NOT_ERROR += (KeyboardInterrupt,)
     logging.getLogger("paramiko").addHandler(logging.NullHandler())

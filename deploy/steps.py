@@ -62,7 +62,7 @@ FAILURES = (Stop, BundleError, RemoteError, ConnectionLost)
 
 
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    print(wire.printable(text), flush=True)
 
 
 def step(name: str, host: Host) -> None:
@@ -149,10 +149,10 @@ def deploy_one(target: Target, options: Options, source: Source) -> None:
     existing = there.get(source.release)
     archive = ""
     if existing is not None:
-        if existing["digest"] != source.digest or existing["wheel_key"] != key:
+        if existing.get("digest") != source.digest or existing["wheel_key"] != key:
             raise Stop(
-                f"{target.host} has a release {source.release} already, made for {existing['wheel_key']['tag']} and "
-                "other wheels: units that need different ones need a PREFIX each"
+                f"{target.host} has a release {source.release} already, with other files or other wheels: units that "
+                "need different ones need a PREFIX each"
             )
         say(f"    {source.release} is on the host already: nothing to send")
     else:
@@ -226,7 +226,8 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
     """Prints the lines of a transaction as they come, until its result, however often the connection breaks."""
     shown = quiet = 0
     lost_since: float | None = None
-    command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
+    # Anybody on the host may log under this name: only lines of root are the transaction's.
+    command = f"journalctl --quiet --no-pager --output=cat --identifier={token} _UID=0; systemctl is-active {token}"
     while True:
         try:
             _, output, _ = remote.run(command, timeout=_POLL_LIMIT)

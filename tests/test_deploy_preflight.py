@@ -22,6 +22,8 @@ PYTHON = "/opt/venv/bin/python3"
 GOOD: dict[str, Any] = {
     "FragmentPath": "/etc/systemd/system/x.service",
     "NeedDaemonReload": False,
+    "RefuseManualStart": False,
+    "RefuseManualStop": False,
     "User": "nobody",
     "DynamicUser": False,
     "RootDirectory": "",
@@ -90,6 +92,8 @@ def test_unit_in_which_there_is_nothing_to_find() -> None:
     ("values", "said"),
     [
         ({"FragmentPath": "/run/systemd/transient/x.service"}, "transient unit"),
+        ({"RefuseManualStop": True}, "RefuseManualStop= keeps it from being restarted"),
+        ({"PassEnvironment": ["HOME", "PYTHONPATH"]}, "PassEnvironment= takes PYTHONPATH from the system manager"),
         ({"LogLevelMax": 4}, "LogLevelMax="),
         ({"LogNamespace": "sglang"}, "LogNamespace=sglang"),
         ({"TemporaryFileSystem": [["/opt", "ro"]]}, "TemporaryFileSystem= hides /opt"),
@@ -262,6 +266,82 @@ def test_what_systemd_says_wins_over_the_text_of_unit_files(monkeypatch: pytest.
     assert Look(StandIn(Environment=["CUDA_VISIBLE_DEVICES=3"]), PREFIX).variables() == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
+def test_unit_file_that_only_systemd_can_read_to_its_end(monkeypatch: pytest.MonkeyPatch, units: Path) -> None:
+    """Bytes that are no UTF-8 are legal in a comment; quotes that are not closed make systemd leave a line out."""
+    path = units / "x.service"
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    path.write_bytes(b"# f\xfcr\n[Service]\nEnvironment=PYTHONPATH=/mine\n")
+    assert Look(StandIn(Environment=["PYTHONPATH=/mine"]), PREFIX).python_path == "/mine"
+    path.write_text("[Service]\nEnvironment=A=it's\n")
+    seen = Look(StandIn(), PREFIX)
+    with pytest.raises(Refused, match=f"Environment= in {path} cannot be read .No closing quotation.: put its quotes"):
+        _ = seen.own
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("Environment=KDTREE_MODE=off", "sets KDTREE_MODE"),
+        ("Environment=", "takes away PYTHONPATH, KDTREE_MODE, KDTREE_CACHE_DIR, KDTREE_LOG_LEVEL"),
+        ("Environment=OTHER=1", ""),
+    ],
+)
+def test_file_that_is_read_after_ours(monkeypatch: pytest.MonkeyPatch, units: Path, line: str, said: str) -> None:
+    path = units / "60-later.conf"
+    path.write_text(f"[Service]\n{line}\n")
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    report = reserved(monkeypatch, {}, {})
+    assert bool(report.findings) == bool(said) and said in "".join(report.findings)
+
+
+def test_first_word_of_a_command_may_be_a_name_alone() -> None:
+    assert StandIn(ExecStart=[[PYTHON, ["sglang", "-m", "x"]]]).argv == [PYTHON, "-m", "x"]
+    assert StandIn(ExecStart=[["python3", ["python3", "-m", "x"]]]).argv == ["python3", "-m", "x"]
+
+
+def test_secret_in_the_command_of_a_shell_is_one() -> None:
+    text = "cd /srv && exec python -m sglang.launch_server --api-key 'sk-very' --port 1"
+    unit = StandIn(ExecStart=[["/bin/bash", ["/bin/bash", "-c", text]]])
+    assert look.secrets_of(unit, 0) == ["sk-very"]
+
+
+def test_pipe_in_the_place_of_a_script_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sglang")
+    assert look.read_head(str(tmp_path / "sglang")) == ""
+
+
+# ------------------------------------------------------------------------ what a restart and a confirmation depend upon
+
+
+def test_condition_that_does_not_hold_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    said = "x.service: ConditionPathExists=/srv/model failed.\nConditions failed.\n"
+    monkeypatch.setattr(preflight, "run", lambda *_, **__: said)
+    preflight._conditions(StandIn(), report)
+    assert report.findings == [
+        "ConditionPathExists=/srv/model failed: systemd would stop x.service and not start it again"
+    ]
+    one_of_two = "x.service: ConditionPathExists=|/srv/model failed.\nConditions succeeded.\n"
+    for said in ("Unknown command verb condition.\n", one_of_two):
+        monkeypatch.setattr(preflight, "run", lambda *_, _said=said, **__: _said)
+        preflight._conditions(StandIn(), report)
+    assert len(report.findings) == 1
+
+
+@pytest.mark.parametrize("kept", ["", "kept\n"])
+def test_journal_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    report, asked = Report(), []
+
+    def run(*words: str, **_: Any) -> str:
+        asked.append(words)
+        return kept
+
+    monkeypatch.setattr(preflight, "run", run)
+    monkeypatch.setattr(preflight, "JOURNAL_SECONDS", 0.0)
+    preflight._journal(StandIn(), report)
+    assert "--priority=6" in asked[0] and bool(report.findings) == (not kept)
+
+
 # ------------------------------------------------------------------------------------------------ specifiers, templates
 
 
@@ -304,9 +384,9 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
     monkeypatch: pytest.MonkeyPatch, units: Path
 ) -> None:
     with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123").own
     with pytest.raises(Refused, match="is '/srv/%b': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before").own
 
 
 # ----------------------------------------------------------------------------------------------- variables, mode, plan
@@ -314,7 +394,7 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
 
 def reserved(monkeypatch: pytest.MonkeyPatch, own: dict[str, str], arrives: dict[str, str]) -> Report:
     seen = Look(StandIn(), PREFIX)
-    seen.own = own
+    seen._own = own
     report = Report()
     report.data["probe"] = {"python_path": seen.python_path, "kdtree": arrives}
     preflight._reserved(seen, report)

@@ -122,6 +122,19 @@ def test_dry_run_of_a_checkout_with_changes_says_that_a_deployment_is_refused(
     assert ("in no commit: without DRY_RUN=1 this is refused" in capsys.readouterr().out) == (not force)
 
 
+def test_only_what_root_has_logged_is_the_transactions(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answer = Remote.run
+
+    def listen(self: Remote, command: str, timeout: float) -> tuple[bool, str, str]:
+        asked.append(command)
+        return answer(self, command, timeout)
+
+    monkeypatch.setattr(Remote, "run", listen)
+    assert run(steps, monkeypatch, "rollback", h1={"ok": True, "outcome": "done"}) == 0
+    assert " --identifier=kdtree-deploy-1 _UID=0; " in asked[0]
+
+
 def test_statuses_are_all_different(steps: Any) -> None:
     names = ("GOOD", "FINDING", "USAGE", "RESTORED", "BROKEN", "UNKNOWN", "INTERRUPTED")
     assert len({getattr(steps, name) for name in names}) == len(names)

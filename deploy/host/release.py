@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import systemd
+from deploy.host.command import Refused
 from deploy.host.look import Place, read_json, read_text, release_of
 from deploy.host.systemd import DROP_IN, environment_of, quoted, sync_folder
 from kdtree_patch.settings import MODES
 
 KEEP = 5
 MANIFEST = "manifest.json"
+# What the host itself makes of a release.
+_NOT_SENT = (MANIFEST, "vendor", "cache")
 _HALF = ".part-"
 # The names that deploy.bundle gives, and those of the archives that steps.py sends.
 _NAME = r"[0-9][0-9A-Za-z.+]*-[0-9a-f]{12}(-dirty-[0-9a-f]{8})?"
@@ -76,9 +80,9 @@ def is_ours(folder: Path) -> bool:
     """Whether this is a whole release of ours: it carries our manifest."""
     try:
         manifest = None if folder.is_symlink() else read_json(folder / MANIFEST)
-    except (OSError, ValueError):
+    except (OSError, Refused):
         return False
-    return isinstance(manifest, dict) and "wheel_key" in manifest
+    return manifest is not None and "wheel_key" in manifest
 
 
 def _is_half(folder: Path) -> bool:
@@ -139,6 +143,18 @@ def remove(folder: Path) -> None:
         shutil.rmtree(half, ignore_errors=True)
         os.rename(folder, half)
     shutil.rmtree(half, ignore_errors=True)
+
+
+def is_changed(release: Path) -> bool:
+    """Whether a file of ours in a release is another than when it was put in place: `bundle.source` over again."""
+    digest = hashlib.sha256()
+    files = [path.relative_to(release) for path in release.rglob("*") if path.is_file()]
+    sent = [path for path in files if path.parts[0] not in _NOT_SENT and "__pycache__" not in path.parts]
+    for name in sorted(map(str, sent)):
+        content = (release / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    found = digest.hexdigest()
+    return found != (read_json(release / MANIFEST) or {}).get("digest", found)
 
 
 def install(place: Place, name: str, archive: Path | None) -> bool:

@@ -7,6 +7,7 @@ writes nothing on it, and runs `deploy.host.main` with the words that follow it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import sys
@@ -28,6 +29,19 @@ def say(answer: dict[str, Any]) -> None:
     """The answer of this process, as the last line of its standard output."""
     sys.stdout.flush()
     print(_ANSWER + json.dumps(answer), flush=True)
+
+
+def line(text: str) -> None:
+    """Prints one line. Some of its words are the service's: a line feed in them would begin another line, which might
+    look like an answer. And that nobody can be told, because the journal is gone, is no reason to stop half way.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), flush=True)
+
+
+def printable(text: str) -> str:
+    """Without what moves a terminal's cursor, ends a line, or cannot be encoded."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def answer_in(output: str) -> dict[str, Any] | None:
