@@ -163,7 +163,8 @@ def deploy_one(target: Target, options: Options, source: Source) -> None:
 
 def send(target: Target, options: Options, source: Source, key: dict[str, Any], there: dict[str, Any]) -> str:
     """Puts the archive onto the host, under a name that nobody else uses. Returns it."""
-    donor = next((name for name, manifest in there.items() if manifest["wheel_key"] == key), None)
+    donors = (name for name, manifest in there.items() if manifest["wheel_key"] == key and manifest.get("has_vendor"))
+    donor = next(donors, None)
     wheels = () if donor else bundle.wheels(key)
     for wheel in wheels:
         say(f"    {wheel.name}, {wheel.stat().st_size / (1 << 20):.1f} MiB")

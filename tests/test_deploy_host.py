@@ -52,13 +52,27 @@ def test_drop_in_says_exactly_the_value(value: str) -> None:
     assert environment_of(["[Service]\n" + quoted("A", value)]) == {"A": value}
 
 
-@pytest.mark.parametrize("moment", range(7))
+@pytest.mark.parametrize("moment", range(8))
 def test_restart_while_a_unit_is_asked_for_its_state_is_not_taken_for_the_end_of_the_new_start(
     monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     """busctl asks for one property after the other; before `moment` of them the old process has just ended."""
-    old = {"ActiveState": "inactive", "SubState": "dead", "InvocationID": [1], "NRestarts": 0, "Result": "success"}
-    new = {"ActiveState": "active", "SubState": "running", "InvocationID": [2], "NRestarts": 0, "Result": "success"}
+    old = {
+        "ActiveState": "inactive",
+        "SubState": "dead",
+        "InvocationID": [1],
+        "NRestarts": 0,
+        "Result": "success",
+        "Job": [0],
+    }
+    new = {
+        "ActiveState": "active",
+        "SubState": "running",
+        "InvocationID": [2],
+        "NRestarts": 0,
+        "Result": "success",
+        "Job": [0],
+    }
     asked: list[str] = []
 
     def run(*words: str) -> str:
@@ -72,7 +86,7 @@ def test_restart_while_a_unit_is_asked_for_its_state_is_not_taken_for_the_end_of
     unit = object.__new__(systemd.Unit)
     unit._path = "/x"
     state = unit.state()
-    assert len(asked) == 6 and (state.invocation == "01" or state.active == "active")
+    assert len(asked) == 7 and (state.invocation == "01" or state.active == "active")
 
 
 def test_drop_in_prepends_to_the_python_path_of_the_unit() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -169,3 +171,35 @@ def test_log_that_has_nothing_in_it_is_said(
 ) -> None:
     assert run(steps, monkeypatch, "logs", h1={"lines": [], "findings": []}) == 0
     assert "x.service has logged no [kdtree] line since it was started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "output, python",
+    [
+        ("/usr/bin/python3\n", "/usr/bin/python3"),
+        ("Welcome to h1\n$(reboot)\n/usr/local/bin/python3\n", "/usr/local/bin/python3"),
+        ("/usr/bin/python3; reboot\n", None),
+        ("Welcome\n", None),
+        ("\n", None),
+    ],
+)
+def test_greeting_of_a_login_shell_is_not_taken_for_its_python(output: str, python: str | None) -> None:
+    assert wire.python_in(output) == python
+
+
+def test_wheels_are_those_of_a_release_that_still_has_them(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+
+    def pack(source: Any, key: Any, wheels: Any, donor: str | None, archive: Path) -> None:
+        packed.append(donor)
+        raise steps.Stop("enough")
+
+    monkeypatch.setattr(steps.bundle, "wheels", lambda key: ())
+    monkeypatch.setattr(steps.bundle, "pack", pack)
+    options = types.SimpleNamespace(prefix="/opt/kdtree")
+    source = types.SimpleNamespace(release="2-b")
+    kept, gone = {"wheel_key": 1, "has_vendor": True}, {"wheel_key": 1, "has_vendor": False}
+    for there in ({"1-a": gone}, {"1-a": gone, "1-b": kept}):
+        with pytest.raises(steps.Stop):
+            steps.send(None, options, source, 1, there)
+    assert packed == [None, "1-b"]

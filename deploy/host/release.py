@@ -128,11 +128,11 @@ def foreign_problem(place: Place) -> str | None:
 
 
 def manifests(place: Place) -> dict[str, Any]:
-    """Of every whole release, by name."""
+    """Of every whole release, by name; `has_vendor` says whether its wheels are still there."""
     found = {}
     for folder in _inside(place.releases):
         if is_ours(folder) and not folder.name.startswith(_HALF):
-            found[folder.name] = read_json(folder / MANIFEST)
+            found[folder.name] = {**(read_json(folder / MANIFEST) or {}), "has_vendor": (folder / "vendor").is_dir()}
     return found
 
 

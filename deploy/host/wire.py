@@ -14,6 +14,8 @@ import sys
 import traceback
 from typing import Any
 
+# Of the host itself, never the service's: see docs/architecture.md.
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", "/usr/libexec/platform-python")
 LOADER = (
     "import base64,os,sys;"
     "z=os.memfd_create('kdtree');"
@@ -42,6 +44,14 @@ def line(text: str) -> None:
 def printable(text: str) -> str:
     """Without what moves a terminal's cursor, ends a line, or cannot be encoded."""
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+def python_in(output: str) -> str | None:
+    """The interpreter that a host has named, in its last line: a login shell may greet before it does what it is asked
+    to. Nothing else goes into a command line.
+    """
+    last = output.strip().rpartition("\n")[2].strip()
+    return last if last in PYTHONS else None
 
 
 def answer_in(output: str) -> dict[str, Any] | None:
