@@ -215,6 +215,9 @@ def test_accumulators_are_nan_until_they_are_waited_for(program: Program, rng: n
         (4, "cp.async in flight of line"),
         (5, None),
         (6, None),
+        (7, "race at offset"),
+        (8, "race at offset"),
+        (9, "race at offset .* of the mbarrier|no mbarrier was initialised"),
     ],
 )
 def test_pipeline_of_cp_async(program: Program, rng: np.random.Generator, fault: int, message: str | None) -> None:
@@ -224,9 +227,9 @@ def test_pipeline_of_cp_async(program: Program, rng: np.random.Generator, fault:
     expected = np.roll(x, -1, axis=1).ravel()
     if message is None:
         check(outcomes, expected, right=True)
-    elif program.build == "races":
+    elif program.build == "races" or fault == 9:
         assert all(re.search(message, o.error) for o in outcomes), [o.error for o in outcomes]
-    else:
+    elif fault not in (7, 8):  # in some orders the result is right
         check(outcomes, expected, right=False)
 
 

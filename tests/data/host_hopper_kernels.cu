@@ -81,10 +81,10 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
   const int tiles = p.arguments[0], fault = p.arguments[1];
   const unsigned full = shared_address(shared), empty = full + 16, stages = full + 128;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 64), mbarrier_init(empty + stage * 8, 64);
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 64), mbarrier_init(empty + stage * 8, fault == 8 ? 2 : 64);
     mbarrier_fence_init();
   }
-  __syncthreads();
+  if (fault != 9) __syncthreads();
   const int member = threadIdx.x % 64;
   if (threadIdx.x >= 64) {
     for (int tile = 0; tile < tiles; tile++) {
@@ -95,7 +95,7 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
       if (fault == 4) cp_async_mbarrier_arrive(full + stage * 8);
       cp_async_16(target + 16, p.in + tile * 2048 + member * 32 + 16, 16);
       if (fault == 1) mbarrier_arrive(full + stage * 8);  // says that they have landed, which they need not
-      if (fault == 0 || fault == 2 || fault == 3) cp_async_mbarrier_arrive(full + stage * 8);
+      if (fault == 0 || fault == 2 || fault == 3 || fault >= 7) cp_async_mbarrier_arrive(full + stage * 8);
       if (fault == 5) {  // right, too
         cp_async_commit();
         cp_async_wait<0>();
@@ -112,12 +112,17 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % 2, round = tile / 2;
     if (fault != 3) mbarrier_wait(full + stage * 8, round & 1);
+    if (fault == 7) mbarrier_arrive(empty + stage * 8);
     for (int half = 0; half < 2; half++) {
       const int from = (member * 2 + half + 1) % 128;
       const int4 value = *(const int4*)(shared + 128 + stage * 2048 + from * 16);
       ((int4*)p.out)[tile * 128 + member * 2 + half] = value;
     }
-    mbarrier_arrive(empty + stage * 8);
+    if (fault == 8) {  // one lane for all, although not all may be done
+      if (member % 32 == 0) mbarrier_arrive(empty + stage * 8);
+    } else if (fault != 7) {
+      mbarrier_arrive(empty + stage * 8);
+    }
   }
 }
 
