@@ -381,7 +381,7 @@ def _one_rank(left: list[One], names: Names) -> tuple[Finding | None, list[One]]
         return None, left
     typical = _middle(list(medians.values()))
     out = {key for key, median in medians.items() if median > max(ROUNDING, OUTLIER * typical)}
-    if not out or 2 * len(out) > len(medians):
+    if not out:  # they are half of the ranks at most, being above the middle one
         return None, left
     bad = [one for one in left if one.of in out]
     which = _ranks(bad, names)
@@ -414,11 +414,13 @@ def _by_shape(left: Sequence[One]) -> Finding | None:
                 points.setdefault(key, []).append(spread)
     medians = {key: Spread.of(spreads).median for key, spreads in points.items()}
     bad = {key for key, median in medians.items() if median > LIMIT}
-    growing = _grows([(prefix, median) for (_, _, prefix), median in medians.items() if prefix is not None])
     sizes = {bs for bs, _, _ in medians}
+    known = [(bs, prefix, median) for (bs, _, prefix), median in medians.items() if prefix is not None]
+    # Over all batch sizes only what rises in steps is growth: right for small ones and wrong for large ones is theirs.
+    curves = [_curve([point for point in known if point[0] == bs], steps=1) for bs in sorted(sizes)]
+    growing = next(filter(None, [_curve(known, steps=2), *curves]), None)
     bad_sizes = {bs for bs, _, _ in bad}
     good_sizes = sizes - bad_sizes
-    # A batch size is to blame where its prefixes do not order what is good and what is bad.
     if growing is not None:
         first, last = growing
         return Finding(
@@ -448,18 +450,18 @@ def _by_shape(left: Sequence[One]) -> Finding | None:
     return None
 
 
-def _grows(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], tuple[int, float]] | None:
-    """The ends of a rise over three prefixes or more that never falls back, or None."""
+def _curve(points: Sequence[tuple[int, int, float]], steps: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
+    """The ends of (prefix, rel), if it rises in `steps` steps or more and never falls back; or None."""
     of_prefix: dict[int, list[float]] = {}
-    for prefix, median in points:
+    for _, prefix, median in points:
         of_prefix.setdefault(prefix, []).append(median)
     curve = [(prefix, _middle(medians)) for prefix, medians in sorted(of_prefix.items())]
-    if len(curve) < 3 or curve[-1][1] <= max(ROUNDING, GROWTH * curve[0][1]):
+    if len(curve) < 2 or curve[-1][1] <= max(ROUNDING, GROWTH * curve[0][1]):
         return None
-    # Rounding may make it dip by a little; a jump between right and wrong alone is no growth.
-    steady = all(later[1] > 0.8 * earlier[1] for earlier, later in zip(curve, curve[1:], strict=False))
-    graded = sum(later[1] > 1.2 * earlier[1] for earlier, later in zip(curve, curve[1:], strict=False)) >= 2
-    return (curve[0], curve[-1]) if steady and graded else None
+    pairs = [(earlier[1], later[1]) for earlier, later in zip(curve, curve[1:], strict=False)]
+    # Rounding may make it dip by a little.
+    steady = all(later > 0.8 * earlier for earlier, later in pairs)
+    return (curve[0], curve[-1]) if steady and sum(later > 1.2 * earlier for earlier, later in pairs) >= steps else None
 
 
 def _shape_lines(medians: dict[tuple[int, int, int | None], float], most: int = 8) -> list[str]:
