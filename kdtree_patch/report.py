@@ -26,6 +26,8 @@ from kdtree_patch.report_tally import Log
 CHUNK = 1 << 20
 # Input that takes long enough to show how far it has come.
 LARGE = 16 << 20
+# What logrotate leaves, by its first bytes, and the program that shows it.
+COMPRESSED = {b"\x1f\x8b": "zcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh": "bzcat"}
 
 Advance = Callable[[int], None]
 
@@ -88,15 +90,16 @@ def read(names: Sequence[str], all_starts: bool) -> list[Log]:
     with _progress(sum(sizes), "-" in names) as advance:
         for name in names:
             log = Log("standard input" if name == "-" else printable(name), all_starts)
+            logs.append(log)
             try:
-                if name == "-":
-                    log.read(report_read.lines(_chunks(sys.stdin.buffer, advance)))
-                else:
-                    with open(name, "rb") as file:
-                        log.read(report_read.lines(_chunks(file, advance)))
+                with open(sys.stdin.fileno() if name == "-" else name, "rb", closefd=name != "-") as file:
+                    log.read(report_read.lines(_chunks(file, log.name, advance)))
             except OSError as error:
                 raise ReportError(f"{log.name} cannot be read: {error.strerror}") from error
-            logs.append(log)
+            except KeyboardInterrupt:
+                # Of `journalctl -f` there is no other end.
+                log.interrupted = True
+                break
     return logs
 
 
@@ -113,9 +116,14 @@ def _size(name: str) -> int:
         raise ReportError(f"{printable(name)} cannot be read: {error}") from error
 
 
-def _chunks(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
+def _chunks(file: BinaryIO, name: str, advance: Advance) -> Iterator[bytes]:
     """As they come: a pipe's need not be full."""
-    while chunk := file.read1(CHUNK) if hasattr(file, "read1") else file.read(CHUNK):
+    read = getattr(file, "read1", file.read)
+    first = True
+    while chunk := read(CHUNK):
+        if first and (program := next((tool for magic, tool in COMPRESSED.items() if chunk.startswith(magic)), None)):
+            raise ReportError(f"{name} is compressed: {program} {name} | python -m kdtree_patch report -")
+        first = False
         yield chunk
         advance(len(chunk))
 

@@ -98,16 +98,14 @@ Record = Layer | Shapes | Said | Torn
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a log that comes in pieces, without their ends; of one that is too long, its beginning."""
-    rest, too_long = b"", False
+    rest = b""
     for chunk in chunks:
         first, *more = chunk.split(b"\n")
-        rest = (rest + first)[:MAX_LINE] if not too_long else rest
-        too_long = len(rest) >= MAX_LINE
+        rest = (rest + first)[:MAX_LINE]
         if more:
             yield rest
             *whole, rest = more
             yield from whole
-            rest, too_long = rest[:MAX_LINE], len(rest) >= MAX_LINE
     if rest:
         yield rest
 

@@ -279,6 +279,7 @@ class Log:
         self.first_torn: tuple[int, str] | None = None
         self.dropped = 0  # layer lines of earlier starts
         self.all_starts = all_starts
+        self.interrupted = False
         self._ranks_of_pids: dict[int, int | None] = {}
 
     def read(self, lines: Iterable[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -9,8 +10,9 @@ import pty
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +338,8 @@ def test_a_rank_that_declines_before_another_installs_belongs_to_the_new_start()
     assert the_one(*service(lambda *_: BF16), declined, installed(0), *steps(lambda *_: BF16, ranks=[0])).code == (
         "stays_stock"
     )
-    assert findings(installed(0), declined, *service(lambda *_: BF16), *service(lambda *_: BF16)) == []
+    for served in (*service(lambda *_: BF16)[-2:], shapes(1, 21), "[kdtree] calls served=10"):
+        assert findings(installed(0), declined, served, *service(lambda *_: BF16)) == [], served
 
 
 def test_lines_without_a_rank_are_those_of_their_process() -> None:
@@ -403,11 +406,14 @@ Command = Callable[..., tuple[int, str, str]]
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*words: object, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kdtree_patch", "report", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            status = command_line.run_command()
-        except SystemExit as exit:
-            status = int(exit.code or 0)
+        with tempfile.TemporaryFile() as file:
+            file.write(stdin)
+            file.seek(0)
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
+            try:
+                status = command_line.run_command()
+            except SystemExit as exit:
+                status = int(exit.code or 0)
         return status, *capsys.readouterr()
 
     return run
@@ -449,6 +455,25 @@ def test_standard_input(command: Command, good: Path, bad: Path) -> None:
     assert status == 1 and "near 1" in output
     status, output, _ = command(good, "-", stdin=b"")
     assert status == 0 and "note: standard input: no [kdtree] line" in output
+
+
+def test_compressed_log_is_said_to_be_one(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "x.log.1.gz"
+    path.write_bytes(gzip.compress(b"[kdtree] installed tp_rank=0"))
+    status, output, error = command(path)
+    assert (status, output) == (2, "") and f"zcat {path} | python -m kdtree_patch report -" in error
+
+
+def test_interrupted_reading_is_judged(command: Command, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`journalctl -f | report -` has no other end."""
+
+    def chunks(*_: Any) -> Iterator[bytes]:
+        yield bad.read_bytes()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "_chunks", chunks)
+    status, output, _ = command("-")
+    assert status == 1 and "near 1" in output and "interrupted after 197 lines" in output
 
 
 @pytest.mark.parametrize(
@@ -506,6 +531,8 @@ def test_nothing_of_a_log_reaches_the_terminal_raw(command: Command, tmp_path: P
         _, output, _ = command(path, *words)
         assert "owned" in output and "[bold red]" in output
         assert all(one.isprintable() or one == "\n" for one in output)
+        # Nor is it markup of rich's, in a table.
+        assert words or any("rank 77" in line and "[bold red]" in line for line in output.splitlines())
 
 
 def test_colours_only_on_a_terminal(bad: Path) -> None:
