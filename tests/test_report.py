@@ -157,7 +157,7 @@ def test_more_than_rounding_everywhere() -> None:
 @pytest.mark.parametrize("wrong", [0.9, 0.05])
 def test_some_batch_sizes(wrong: float) -> None:
     lines = list(map(installed, range(RANKS)))
-    for bs, prefix, rel in ((1, 21, BF16), (4, 300, wrong), (2, 4000, BF16), (8, 100, wrong), (3, 40, BF16)):
+    for bs, prefix, rel in ((1, 21, BF16), (4, 300, wrong), (2, 200, BF16), (8, 100, wrong), (3, 40, BF16)):
         lines += [shapes(bs, prefix)] * RANKS + steps(lambda *_: rel, 1)  # noqa: B023 - called at once
     found = the_one(*lines)
     assert found.code == "batch_size"
@@ -472,8 +472,9 @@ def test_interrupted_reading_is_judged(command: Command, bad: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "_chunks", chunks)
-    status, output, _ = command("-")
+    status, output, _ = command("-", bad)
     assert status == 1 and "near 1" in output and "interrupted after 197 lines" in output
+    assert "bad.log" not in output
 
 
 @pytest.mark.parametrize(
@@ -525,7 +526,7 @@ def test_json_is_one_document(command: Command, good: Path, bad: Path) -> None:
 def test_nothing_of_a_log_reaches_the_terminal_raw(command: Command, tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07[bold red]\x9b2J\u202e\r"
     lines = [*service(lambda *_: BF16), f"[kdtree] ERROR {evil}", f"[kdtree] declined reason={evil} scope=call {evil}"]
-    lines += [f"[kdtree] installed gpu={evil} tp_rank=77", f"[kdtree] L5 {evil}", f"[kdtree] disabled reason={evil}"]
+    lines += [f'[kdtree] installed gpu="{evil}" tp_rank=77', f"[kdtree] L5 {evil}", f"[kdtree] disabled reason={evil}"]
     path = written(tmp_path / "evil.log", lines)
     for words in ([], ["--json"]):
         _, output, _ = command(path, *words)
