@@ -38,7 +38,7 @@ QUIET = frozenset({"no_speculation", "draft_only", "not_mla"})
 # Facts of the installed line in which the ranks of one service do not differ.
 SAME = ("version", "mode", "validate", "guard_rel", "sglang", "torch", "cupy", "wrapt", "gpu", "cc", "target")
 
-_SELFTEST = "python -m kdtree_patch selftest, on that GPU and in the service's environment"
+_SELFTEST = "python -m kdtree_patch selftest (--device cuda:N) in the service's environment"
 _DUMP = "KDTREE_GUARD_REL=0.05 with KDTREE_GUARD_DUMP=FOLDER saves the inputs and both results of such a call"
 _README = 'README, "When something is wrong"'
 _DISABLED = {
@@ -394,7 +394,7 @@ def _one_rank(left: list[One], names: Names) -> tuple[Finding | None, list[One]]
             facts = " ".join(f"{k}={said.fields[k]}" for k in ("device", "gpu", "cc", "target") if k in said.fields)
             seen.append(f"{names.rank(one.log, one.rank.number)}: {facts}")
     check = [
-        f"that GPU: {_SELFTEST} (--device cuda:N)",
+        f"that GPU: {_SELFTEST}",
         "that GPU: nvidia-smi -q -d ECC, Xid lines in the kernel's log, another slot or card",
         "what that worker has alone: its compiled kernel (KDTREE_CACHE_DIR), another version in its `installed` line",
     ]

@@ -314,11 +314,13 @@ def draw(report: Report) -> Figure:
     for rank in {one.of: one.rank for one in everything}.values():
         for (bs, _, prefix), spread in rank.shapes.items():
             if spread.lines and prefix is not None:
-                points.setdefault(bs, []).append((prefix, spread.median))
+                # A logarithmic axis has no place for an empty prefix.
+                points.setdefault(bs, []).append((max(prefix, 1), spread.median))
     for index, (bs, some) in enumerate(sorted(points.items())):
         right.plot(*zip(*sorted(some), strict=True), "o", color=f"C{index}", label=f"bs {bs}")
     right.axhline(report_judge.LIMIT, color="grey", linestyle="--")
-    right.set_xscale("symlog", base=2)
+    right.grid(True, which="major", alpha=0.3)
+    right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set_ylim(1e-5, 2.0)
     right.set_xlabel("prefix, tokens")
