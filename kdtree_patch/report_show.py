@@ -93,9 +93,14 @@ class _Screen:
         if find_spec("rich") is not None:
             from rich.console import Console
 
-            console = Console(highlight=False)
+            class PipedConsole(Console):
+                def on_broken_pipe(self) -> None:
+                    """rich would exit with 1, which is a finding; __main__.py knows what to do."""
+                    raise BrokenPipeError
+
+            console = PipedConsole(highlight=False)
             # In a file or a pipe rich would assume 80 columns.
-            self._console = console if console.is_terminal else Console(highlight=False, width=160)
+            self._console = console if console.is_terminal else PipedConsole(highlight=False, width=160)
 
     def line(self, text: str, style: str = "") -> None:
         if self._console is None:

@@ -556,6 +556,15 @@ def test_colours_only_on_a_terminal(bad: Path) -> None:
     assert piped.returncode == 1 and b"\x1b" not in piped.stdout + piped.stderr
 
 
+def test_reader_that_has_gone_is_no_finding(good: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "kdtree_patch", "report", str(good)]
+    done = subprocess.run(words, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_progress_is_shown_for_large_input_on_a_terminal(
     command: Command, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
