@@ -210,13 +210,6 @@ MUTANTS = [
         "line_each ? 0 : row_block",
     ),
     Mutant(
-        "unequal_row_blocks",
-        "each row block has a line although requests have unequally many: queries beyond the last are read",
-        "line_each = equal && workers_each",
-        "line_each = workers_each",
-        target="host-asan",
-    ),
-    Mutant(
         "unequal_requests",
         "each request is a line although they are not equally long",
         "requests <= workers_each && tiles == requests * longest",
@@ -549,12 +542,6 @@ HOPPER_MUTANTS = [
         "the second stage's P begins in its rope chunk, and ends in the values",
         "return number ? kOffsetSpare :",
         "return number ? kOffsetStage1 - kChunkBytes :",
-    ),
-    Mutant(
-        "stale_outputs",
-        "the outputs of an item begin with those of the last one",
-        "write_partial(target.partial_slot);\n      }\n      clear();",
-        "write_partial(target.partial_slot);\n      }",
     ),
     Mutant(
         "not_transposed",
