@@ -7,8 +7,11 @@ from gevent import monkey
 
 monkey.patch_all()
 
+import logging  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
+
+from gevent import get_hub  # noqa: E402
 
 from deploy import steps  # noqa: E402
 from deploy.options import Options, UsageError  # noqa: E402
@@ -34,7 +37,10 @@ def main() -> int:
     if action not in steps.ACTIONS:
         print(USAGE, file=sys.stderr)
         return steps.USAGE
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    # What goes wrong below arrives here as an exception too, and is one line of ours: not their tracebacks beside it.
+    get_hub().NOT_ERROR += (KeyboardInterrupt,)
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())
     try:
         options = Options.from_environ(os.environ)
     except UsageError as error:

@@ -93,8 +93,29 @@ def requirements(cuda: str) -> list[str]:
     return [re.sub(r"^cupy-cuda\d+x", f"cupy-cuda{cuda.split('.')[0]}x", line) for line in wanted]
 
 
+# What a probe may say of an interpreter. It is that interpreter's word, which belongs to the service's user, and goes
+# into pip's command line on this machine: a name of a package that goes on with " @ URL" would be fetched and run here.
+_PROBED = {
+    "tag": r"cp3\d{1,2}t?",
+    "machine": r"[a-z0-9_]{1,16}",
+    "libc": r"glibc 2\.\d{1,3}|(?!glibc)[a-z]* [0-9.]*",
+    "numpy": r"[0-9][0-9a-z.+]{0,31}",
+    "cuda": r"\d{1,2}\.\d{1,2}",
+}
+
+
 def wheel_key(probe: dict[str, Any]) -> dict[str, Any]:
-    """What decides which wheels fit. Two releases with the same key can use the same ones."""
+    """What decides which wheels fit. Two releases with the same key can use the same ones. Raises BundleError for an
+    answer that no Python gives.
+    """
+    for name, pattern in _PROBED.items():
+        value = probe.get(name)
+        text = " ".join(map(str, value)) if name == "libc" and isinstance(value, list) and len(value) == 2 else value
+        if not (isinstance(text, str) and re.fullmatch(pattern, text)) and not (name == "numpy" and value is None):
+            raise BundleError(
+                f"the service's interpreter says that its {name} is {value!r}, which cannot be: see what is imported "
+                "when it starts; the service has not been touched"
+            )
     return {
         "tag": probe["tag"],
         "machine": probe["machine"],
@@ -138,8 +159,10 @@ def wheels(key: dict[str, Any]) -> tuple[Path, ...]:
                     wheel.unlink()
             try:
                 os.rename(shutil.copytree(scratch, f"{scratch}.whole"), folder)
-            except OSError:  # somebody else was quicker
+            except OSError as error:
                 shutil.rmtree(f"{scratch}.whole", ignore_errors=True)
+                if not folder.is_dir():  # or else somebody was quicker
+                    raise BundleError(f"the wheels could not be kept in {folder}: {error}") from error
     return tuple(sorted(folder.glob("*.whl")))
 
 

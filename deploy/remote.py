@@ -20,7 +20,7 @@ from deploy.options import Host
 
 # Belongs to root and is no part of any service, so that root may run it.
 _FIND_PYTHON = (
-    "for p in /usr/bin/python3 /usr/local/bin/python3 /usr/libexec/platform-python; do "
+    f"for p in {' '.join(wire.PYTHONS)}; do "
     "$p -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $p && exit 0; done; exit 1"
 )
 # The longest that is asked of a host in one command is a preflight, which imports SGLang.
@@ -61,7 +61,8 @@ class Remote:
             connect_all(self._state)
         except (PyinfraError, SSHException, OSError, EOFError) as error:
             self._state = None
-            raise Unreachable(f"ssh to {self.host}: {_first_error() or error}") from error
+            why = f"ssh to {self.host}: {_first_error() or error}"
+            raise Unreachable(f"{why}: it must get in from here without a question (a key, ~/.ssh/config)") from error
 
     def run(self, command: str, stdin: str | None = None, timeout: int = _LIMIT) -> tuple[bool, str, str]:
         """Whether a command succeeded, its standard output and its standard error. `command` goes through a shell: it
@@ -83,9 +84,9 @@ class Remote:
         """The answer of deploy.host to an order."""
         if self._python is None:
             good, output, _ = self.run(_FIND_PYTHON)
-            if not good:
+            if not good or wire.python_in(output) is None:
                 raise RemoteError(f"{self.host} has no python3 of 3.10 or later in /usr: install python3")
-            self._python = output.strip()
+            self._python = wire.python_in(output)
         words = f'{self._python} -I -c "{wire.LOADER}" {command} {wire.packed(order)}'
         _, output, error = self.run(words, stdin=self._code)
         answer = wire.answer_in(output)

@@ -62,7 +62,7 @@ FAILURES = (Stop, BundleError, RemoteError, ConnectionLost)
 
 
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    print(wire.printable(text), flush=True)
 
 
 def step(name: str, host: Host) -> None:
@@ -92,6 +92,8 @@ def deploy(options: Options) -> None:
         names = ", ".join(source.dirty[:5]) + (" ..." if len(source.dirty) > 5 else "")
         raise Stop(f"the checkout has changes that are in no commit ({names}): commit them, or say FORCE=1")
     say(f"release {source.release}, {len(source.files)} files")
+    if source.dirty and not options.force:
+        say("warning: the checkout has changes in no commit: without DRY_RUN=1 this is refused, unless FORCE=1")
     targets = [preflight(host, options, source) for host in options.hosts]
     bad = [target for target in targets if target.report["findings"]]
     if bad:
@@ -147,10 +149,10 @@ def deploy_one(target: Target, options: Options, source: Source) -> None:
     existing = there.get(source.release)
     archive = ""
     if existing is not None:
-        if existing["digest"] != source.digest or existing["wheel_key"] != key:
+        if existing.get("digest") != source.digest or existing["wheel_key"] != key:
             raise Stop(
-                f"{target.host} has a release {source.release} already, made for {existing['wheel_key']['tag']} and "
-                "other wheels: units that need different ones need a PREFIX each"
+                f"{target.host} has a release {source.release} already, with other files or other wheels: units that "
+                "need different ones need a PREFIX each"
             )
         say(f"    {source.release} is on the host already: nothing to send")
     else:
@@ -161,7 +163,8 @@ def deploy_one(target: Target, options: Options, source: Source) -> None:
 
 def send(target: Target, options: Options, source: Source, key: dict[str, Any], there: dict[str, Any]) -> str:
     """Puts the archive onto the host, under a name that nobody else uses. Returns it."""
-    donor = next((name for name, manifest in there.items() if manifest["wheel_key"] == key), None)
+    donors = (name for name, manifest in there.items() if manifest["wheel_key"] == key and manifest.get("has_vendor"))
+    donor = next(donors, None)
     wheels = () if donor else bundle.wheels(key)
     for wheel in wheels:
         say(f"    {wheel.name}, {wheel.stat().st_size / (1 << 20):.1f} MiB")
@@ -215,14 +218,17 @@ def transact(action: str, remote: Remote, options: Options, order: dict[str, Any
     if not result["ok"]:
         for line in result.get("lines", []):
             say(f"    | {line}")
-        raise Stop(f"{remote.host}: {result['reason']}", _STATUS[result["outcome"]])
+        status = _STATUS[result["outcome"]]
+        rest = "; the service is as it was before" if status == RESTORED else ""
+        raise Stop(f"{remote.host}: {result['reason']}{rest}", status)
 
 
 def follow(remote: Remote, token: str) -> dict[str, Any]:
     """Prints the lines of a transaction as they come, until its result, however often the connection breaks."""
     shown = quiet = 0
     lost_since: float | None = None
-    command = f"journalctl --quiet --no-pager --output=cat --identifier={token}; systemctl is-active {token}"
+    # Anybody on the host may log under this name: only lines of root are the transaction's.
+    command = f"journalctl --quiet --no-pager --output=cat --identifier={token} _UID=0; systemctl is-active {token}"
     while True:
         try:
             _, output, _ = remote.run(command, timeout=_POLL_LIMIT)
@@ -260,6 +266,15 @@ def undeploy(options: Options) -> None:
 
 
 def _simple(action: str, options: Options) -> None:
+    # Not to be passed over: who writes DRY_RUN=1 expects no restart.
+    for word, given in (("DRY_RUN", options.dry_run), ("MODE", options.mode), ("FORCE", options.force)):
+        if given:
+            raise Stop(
+                f"{word} is for `make deploy` alone, and nothing has been done: `make status` shows what "
+                f"`make {action}` would take back",
+                USAGE,
+            )
+
     def change(index: int) -> None:
         host = options.hosts[index]
         step(action, host)

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from kdtree_patch import __version__, bench, compile_command, demo, doctor, selftest_command
+from kdtree_patch import __version__, bench, compile_command, demo, doctor, report, selftest_command
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def run_command() -> int:
     )
     parser.add_argument("--version", action="version", version=f"kdtree_patch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (doctor, demo, compile_command, selftest_command, bench):
+    for command in (doctor, demo, compile_command, selftest_command, bench, report):
         command.add_parser(commands)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))

@@ -11,6 +11,8 @@ from pathlib import Path
 from kdtree_patch.log import set_level
 from kdtree_patch.settings import SettingError, Settings
 
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
@@ -38,6 +40,14 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path} is a folder")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    """A file that a picture can be written to."""
+    path = output_file(text)
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise argparse.ArgumentTypeError(f"{path} must end in one of {', '.join(PLOT_FORMATS)}")
     return path
 
 

@@ -20,14 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdtree_patch.arguments import output_file
+from kdtree_patch.arguments import PLOT_FORMATS, output_file, plot_file
 from kdtree_patch.bench_shapes import PORTABLE_SHAPES, SHAPES, SWEEP, BenchError, Shape, parse_shape
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 CONFIGS = ("portable", "hopper")
-PLOT_FORMATS = (".png", ".svg", ".pdf")
 REFERENCE_RUN = Path(__file__).resolve().parents[1] / "docs" / "results" / "h200.json"
 
 Step = Callable[[str], None]
@@ -84,13 +83,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"also draw speed-up and percent of floor over the prefix length ({', '.join(PLOT_FORMATS)})",
     )
     parser.set_defaults(run=run)
-
-
-def plot_file(text: str) -> Path:
-    path = output_file(text)
-    if path.suffix.lower() not in PLOT_FORMATS:
-        raise argparse.ArgumentTypeError(f"{path} must end in one of {', '.join(PLOT_FORMATS)}")
-    return path
 
 
 def run(arguments: argparse.Namespace) -> int:

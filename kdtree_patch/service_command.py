@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -142,8 +143,9 @@ def unwrap(argv: Sequence[str], environment: Mapping[str, str], read_head: ReadH
 def read_head(path: str) -> str:
     """What this host answers: the beginning of a script, "" for anything else."""
     try:
-        with open(path, "rb") as file:
-            head = file.read(1024)
+        # What a service's user names may be anything: a pipe would never be read to its end.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+            head = file.read(1024) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     except OSError:
         return ""
     return head.decode(errors="replace") if head.startswith(b"#!") else ""
@@ -251,7 +253,9 @@ def _through_script(words: list[str], path: str, read_head: ReadHead) -> list[st
     """A console script such as /opt/venv/bin/sglang: its first line names the interpreter."""
     lines = read_head(path).splitlines()
     if not lines or not lines[0].startswith("#!"):
-        raise Refused(f"the command runs {path}, which is neither Python nor a wrapper that is known here")
+        raise Refused(
+            f"the command runs {path}, which is neither Python nor a wrapper that is known here: name the Python there"
+        )
     interpreter, _, argument = lines[0][2:].strip().partition(" ")
     # pip writes this where the path of the interpreter is too long for a first line.
     long_path = re.match(r"'''exec' \"?(/[^\"]+?)\"? \"\$0\" \"\$@\"", lines[1]) if len(lines) > 1 else None
@@ -336,7 +340,8 @@ def python_path_problem(command: Command) -> str | None:
     }
     found = [text for letter, text in why.items() if letter in command.flags]
     if found:
-        return f"{command.interpreter} is started so that the patch cannot load: " + "; ".join(found)
+        what = "; ".join(found)
+        return f"{command.interpreter} is started so that the patch cannot load: {what}: take that out of the command"
     value = command.overrides.get("PYTHONPATH")
     if value is None or re.search(r"\$\{?PYTHONPATH\b", value):
         return None

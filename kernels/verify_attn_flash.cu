@@ -52,9 +52,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
                : "r"(address)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
-}
 
 // c (16 x 8) += a (16 x 16) * b (16 x 8), float32 accumulators.
 template <class Element>

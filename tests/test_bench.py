@@ -300,8 +300,8 @@ class Machine:
         host = bench_host.measure_host(bench_host.kernel_without_gpu(), None, steps=1)
         monkeypatch.setattr(bench_host, "measure_host", lambda kernel, stock: host)
 
-    def load(self, config: str | None = None) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(name=config or self.own))
+    def load(self, config: str = "auto") -> Any:
+        return SimpleNamespace(config=SimpleNamespace(name=self.own if config == "auto" else config))
 
     def measure(
         self, shape: Shape, kernels: list[Any], rivals: Any, ceilings: dict[str, float]

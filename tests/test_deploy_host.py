@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,43 @@ def test_environment_of_unit_files(text: str, found: dict[str, str]) -> None:
 @pytest.mark.parametrize("value", ["plain", "a b", 'a"b', "a\\b", "100%", "50%%", "a'b", "%n $HOME ${X}", "ü"])
 def test_drop_in_says_exactly_the_value(value: str) -> None:
     assert environment_of(["[Service]\n" + quoted("A", value)]) == {"A": value}
+
+
+@pytest.mark.parametrize("moment", range(8))
+def test_restart_while_a_unit_is_asked_for_its_state_is_not_taken_for_the_end_of_the_new_start(
+    monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """busctl asks for one property after the other; before `moment` of them the old process has just ended."""
+    old = {
+        "ActiveState": "inactive",
+        "SubState": "dead",
+        "InvocationID": [1],
+        "NRestarts": 0,
+        "Result": "success",
+        "Job": [0],
+    }
+    new = {
+        "ActiveState": "active",
+        "SubState": "running",
+        "InvocationID": [2],
+        "NRestarts": 0,
+        "Result": "success",
+        "Job": [0],
+    }
+    asked: list[str] = []
+
+    def run(*words: str) -> str:
+        answers = []
+        for name in words[6:]:
+            asked.append(name)
+            answers.append({"data": {**(old if len(asked) <= moment else new), "MainPID": 1}[name]})
+        return "\n".join(map(json.dumps, answers))
+
+    monkeypatch.setattr(systemd, "run", run)
+    unit = object.__new__(systemd.Unit)
+    unit._path = "/x"
+    state = unit.state()
+    assert len(asked) == 7 and (state.invocation == "01" or state.active == "active")
 
 
 def test_drop_in_prepends_to_the_python_path_of_the_unit() -> None:
@@ -123,6 +163,23 @@ def test_release_is_put_in_place_whole_and_never_twice(place: Place, tmp_path: P
     assert release.install(place, "2-b", second)
     shared = place.releases / "2-b" / "vendor" / "extra.py"
     assert os.path.samefile(shared, folder / "vendor" / "extra.py")
+
+
+def test_release_that_somebody_has_changed_is_told_from_one_as_it_was_sent(place: Place, tmp_path: Path) -> None:
+    made_from, key = bundle.source(), {"tag": "cp312"}
+    archive = tmp_path / "sent.tar"
+    package = tmp_path / "x-1-py3-none-any.whl"
+    package.write_bytes(wheel(x="").encode("latin-1"))
+    bundle.pack(made_from, key, [package], None, archive)
+    assert release.install(place, "1-a", archive)
+    folder = place.releases / "1-a"
+    (folder / "kdtree_patch" / "__pycache__").mkdir()
+    for path in ("cache/x", "vendor/y.py", "kdtree_patch/__pycache__/z.pyc"):
+        (folder / path).touch()
+    assert not release.is_changed(folder)
+    with (folder / "kernels" / "verify_attn_flash.cu").open("a") as file:
+        file.write("\n")
+    assert release.is_changed(folder)
 
 
 def test_disk_that_is_full_while_a_release_is_unpacked(
@@ -343,7 +400,7 @@ def confirm(
         if late and len(requests) > 1:
             start.journal.lines.append(Line("1", late))
 
-    monkeypatch.setattr(service, "healthy", lambda url, timeout=5: True)
+    monkeypatch.setattr(service, "healthy", lambda url: True)
     monkeypatch.setattr(service, "generate", generate)
     monkeypatch.setattr(service, "_LINES_SECONDS", 0.0)
     monkeypatch.setattr(Journal, "read", lambda self: [])
@@ -367,6 +424,39 @@ def test_layers_that_come_late_are_waited_for_and_none_is_said(monkeypatch: pyte
     assert "no layer has been compared yet" in confirm(monkeypatch, *lines, validates=True)[-1]
     with pytest.raises(Failed, match="rel is above"):
         confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-01"))
+
+
+def test_health_that_takes_its_time_is_waited_for_after_a_restart_as_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(2.5)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(Journal, "read", lambda self: [])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = Start(FakeUnit(), f"http://127.0.0.1:{server.server_port}", "0" * 32)  # type: ignore[arg-type]
+        start.wait(1, lambda text: None, [], True)
+        server.shutdown()
+
+
+def test_unit_that_was_stopped_and_is_not_started_again_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condition that does not hold any more, or another unit that it needs and that fails: there is no new start."""
+    states = [State("deactivating", "stop", "0" * 32, 0, "success", 1, True)]
+    states.append(State("inactive", "dead", "0" * 32, 0, "success", 0, True))  # on its way up
+    states.append(State("inactive", "dead", "0" * 32, 0, "success", 0, False))
+    unit = FakeUnit()
+    monkeypatch.setattr(unit, "state", lambda: states.pop(0), raising=False)
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(service, "last_word", lambda name: "Condition check resulted in it being skipped.")
+    start = Start(unit, "http://x", "0" * 32)  # type: ignore[arg-type]
+    with pytest.raises(Failed, match="stopped and systemd does not start it again .Condition check resulted"):
+        start.wait(600, lambda text: None, [], True)
+    assert states == []
 
 
 @pytest.mark.parametrize(
@@ -406,6 +496,37 @@ def test_wheels_are_those_of_the_services_interpreter() -> None:
     assert "--abi cp313t" in " ".join(bundle.pip_words({**key, "tag": "cp313t"}))
     with pytest.raises(bundle.BundleError, match="cupy has wheels for glibc"):
         bundle.pip_words({**key, "libc": ["", ""]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cuda", "12x @ file:///tmp/theirs#.8"),
+        ("cuda", None),
+        ("numpy", "1.26.4 ; x"),
+        ("tag", "cp312 --index-url"),
+        ("machine", "../x86_64"),
+        ("libc", ["glibc", "2.31 x"]),
+        ("libc", "glibc"),
+    ],
+)
+def test_what_no_python_says_of_itself_goes_into_no_command_line(name: str, value: Any) -> None:
+    """The answer is the interpreter's, which belongs to the service's user: pip would fetch and run what it names."""
+    with pytest.raises(bundle.BundleError, match=f"its {name} is .* which cannot be"):
+        bundle.wheel_key({**PROBE, name: value})
+    assert bundle.wheel_key({**PROBE, "numpy": None})["numpy"] is None
+    assert bundle.wheel_key({**PROBE, "libc": ["", ""]})["libc"] == ["", ""]
+
+
+def test_wheels_that_find_no_room_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bundle, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setattr(bundle, "_download", lambda folder, *_: (folder / "wrapt-1.whl").touch())
+    monkeypatch.setattr(bundle.shutil, "copytree", full)
+    with pytest.raises(bundle.BundleError, match="could not be kept in .*No space left on device"):
+        bundle.wheels(bundle.wheel_key(PROBE))
 
 
 def test_wheels_that_cannot_be_fetched_are_one_line_that_names_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ PYTHON = "/opt/venv/bin/python3"
 GOOD: dict[str, Any] = {
     "FragmentPath": "/etc/systemd/system/x.service",
     "NeedDaemonReload": False,
+    "RefuseManualStart": False,
+    "RefuseManualStop": False,
     "User": "nobody",
     "DynamicUser": False,
     "RootDirectory": "",
@@ -89,6 +92,8 @@ def test_unit_in_which_there_is_nothing_to_find() -> None:
     ("values", "said"),
     [
         ({"FragmentPath": "/run/systemd/transient/x.service"}, "transient unit"),
+        ({"RefuseManualStop": True}, "RefuseManualStop= keeps it from being restarted"),
+        ({"PassEnvironment": ["HOME", "PYTHONPATH"]}, "PassEnvironment= takes PYTHONPATH from the system manager"),
         ({"LogLevelMax": 4}, "LogLevelMax="),
         ({"LogNamespace": "sglang"}, "LogNamespace=sglang"),
         ({"TemporaryFileSystem": [["/opt", "ro"]]}, "TemporaryFileSystem= hides /opt"),
@@ -128,6 +133,18 @@ def test_active_unit_that_does_not_answer(
     report = Report()
     preflight._command(Command(PYTHON, frozenset(), ["-m", "sglang.launch_server"]), seen, None, report)
     assert ("127.0.0.1:30000/health does not answer" in "; ".join(report.findings)) == found
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_service_that_does_not_get_ready_with_our_release_has_a_way_back(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(preflight.service, "healthy", lambda url: False)
+    seen = Look(StandIn("active"), PREFIX)
+    seen.drop_in = drop_in_text(PREFIX / "releases" / "1-a", "", "on", 0) if ours else None
+    report = Report()
+    preflight._command(Command(PYTHON, frozenset(), SPECULATES.split()), seen, None, report)
+    assert any("`make rollback` or `make undeploy`" in text for text in report.findings) == ours
 
 
 def test_variable_that_the_command_line_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +219,7 @@ def test_what_cannot_be_expanded_is_read_from_the_running_process(
     found = command_of(monkeypatch, argv, RUNNING, **values)
     assert look.workers_of(found) == 8 and look.health_url(found) == "http://127.0.0.1:8000"
     assert found.option("--api-key") == "sk-$HOME"  # as it is there: nothing expands it a second time
-    with pytest.raises(Refused, match="no Python with SGLang"):
+    with pytest.raises(Refused, match="no Python with SGLang.*: is this the service's unit"):
         command_of(monkeypatch, argv, [], **values)
 
 
@@ -252,6 +269,82 @@ def test_what_systemd_says_wins_over_the_text_of_unit_files(monkeypatch: pytest.
     assert Look(StandIn(Environment=["CUDA_VISIBLE_DEVICES=3"]), PREFIX).variables() == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
+def test_unit_file_that_only_systemd_can_read_to_its_end(monkeypatch: pytest.MonkeyPatch, units: Path) -> None:
+    """Bytes that are no UTF-8 are legal in a comment; quotes that are not closed make systemd leave a line out."""
+    path = units / "x.service"
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    path.write_bytes(b"# f\xfcr\n[Service]\nEnvironment=PYTHONPATH=/mine\n")
+    assert Look(StandIn(Environment=["PYTHONPATH=/mine"]), PREFIX).python_path == "/mine"
+    path.write_text("[Service]\nEnvironment=A=it's\n")
+    seen = Look(StandIn(), PREFIX)
+    with pytest.raises(Refused, match=f"Environment= in {path} cannot be read .No closing quotation.: put its quotes"):
+        _ = seen.own
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("Environment=KDTREE_MODE=off", "sets KDTREE_MODE"),
+        ("Environment=", "takes away PYTHONPATH, KDTREE_MODE, KDTREE_CACHE_DIR, KDTREE_LOG_LEVEL"),
+        ("Environment=OTHER=1", ""),
+    ],
+)
+def test_file_that_is_read_after_ours(monkeypatch: pytest.MonkeyPatch, units: Path, line: str, said: str) -> None:
+    path = units / "60-later.conf"
+    path.write_text(f"[Service]\n{line}\n")
+    monkeypatch.setattr(StandIn, "files", lambda self: [path])
+    report = reserved(monkeypatch, {}, {})
+    assert bool(report.findings) == bool(said) and said in "".join(report.findings)
+
+
+def test_first_word_of_a_command_may_be_a_name_alone() -> None:
+    assert StandIn(ExecStart=[[PYTHON, ["sglang", "-m", "x"]]]).argv == [PYTHON, "-m", "x"]
+    assert StandIn(ExecStart=[["python3", ["python3", "-m", "x"]]]).argv == ["python3", "-m", "x"]
+
+
+def test_secret_in_the_command_of_a_shell_is_one() -> None:
+    text = "cd /srv && exec python -m sglang.launch_server --api-key 'sk-very' --port 1"
+    unit = StandIn(ExecStart=[["/bin/bash", ["/bin/bash", "-c", text]]])
+    assert look.secrets_of(unit, 0) == ["sk-very"]
+
+
+def test_pipe_in_the_place_of_a_script_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sglang")
+    assert look.read_head(str(tmp_path / "sglang")) == ""
+
+
+# ------------------------------------------------------------------------ what a restart and a confirmation depend upon
+
+
+def test_condition_that_does_not_hold_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    said = "x.service: ConditionPathExists=/srv/model failed.\nConditions failed.\n"
+    monkeypatch.setattr(preflight, "run", lambda *_, **__: said)
+    preflight._conditions(StandIn(), report)
+    assert report.findings == [
+        "ConditionPathExists=/srv/model failed: systemd would stop x.service and not start it again"
+    ]
+    one_of_two = "x.service: ConditionPathExists=|/srv/model failed.\nConditions succeeded.\n"
+    for said in ("Unknown command verb condition.\n", one_of_two):
+        monkeypatch.setattr(preflight, "run", lambda *_, _said=said, **__: _said)
+        preflight._conditions(StandIn(), report)
+    assert len(report.findings) == 1
+
+
+@pytest.mark.parametrize("kept", ["", "kept\n"])
+def test_journal_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    report, asked = Report(), []
+
+    def run(*words: str, **_: Any) -> str:
+        asked.append(words)
+        return kept
+
+    monkeypatch.setattr(preflight, "run", run)
+    monkeypatch.setattr(preflight, "JOURNAL_SECONDS", 0.0)
+    preflight._journal(StandIn(), report)
+    assert "--priority=6" in asked[0] and bool(report.findings) == (not kept)
+
+
 # ------------------------------------------------------------------------------------------------ specifiers, templates
 
 
@@ -294,9 +387,9 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
     monkeypatch: pytest.MonkeyPatch, units: Path
 ) -> None:
     with pytest.raises(Refused, match="reads '/srv/%b', but systemd has '/srv/0123': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="/srv/0123").own
     with pytest.raises(Refused, match="is '/srv/%b': write it without that specifier"):
-        look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before")
+        _ = look_at(monkeypatch, units, "x.service", "/srv/%b", says="", ours="/srv/before").own
 
 
 # ----------------------------------------------------------------------------------------------- variables, mode, plan
@@ -304,7 +397,7 @@ def test_specifier_that_is_not_known_is_refused_with_our_drop_in_and_without(
 
 def reserved(monkeypatch: pytest.MonkeyPatch, own: dict[str, str], arrives: dict[str, str]) -> Report:
     seen = Look(StandIn(), PREFIX)
-    seen.own = own
+    seen._own = own
     report = Report()
     report.data["probe"] = {"python_path": seen.python_path, "kdtree": arrives}
     preflight._reserved(seen, report)
@@ -424,6 +517,48 @@ def test_status_tells_a_deployment_under_way_from_one_that_was_cut_off(
     assert any("cut off" in text for text in answer["findings"]) == (pending and of != "x.service")
     facts = dict(answer["facts"])
     assert facts.get("under way") == (f"deploy of {of} by me: 1-a, for 9 s, now at step switch" if of else None)
+
+
+@pytest.mark.parametrize("age", [1, 3600])
+def test_archive_that_is_being_sent_is_not_told_as_left_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age: int
+) -> None:
+    archive = tmp_path / "incoming" / "0.1.0-0123456789ab-0badcafe.tar"
+    archive.parent.mkdir()
+    archive.touch()
+    os.utime(archive, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: StandIn())
+    monkeypatch.setattr(StandIn, "exists", True)
+    monkeypatch.setattr(status.service, "healthy", lambda url: True)
+    monkeypatch.setattr(status, "journal_of", lambda *_: service.Journal("0" * 32))
+    facts = dict(status.status({"unit": "x.service", "prefix": str(tmp_path)})["facts"])
+    said = {"under way": f"{archive} is being sent, or was until a minute ago"}
+    if age > 60:
+        said = {"left over": f"{archive}, which no unit uses: `make undeploy` removes it"}
+    assert {name: facts[name] for name in ("under way", "left over") if name in facts} == said
+
+
+def test_status_of_a_deployment_under_another_prefix_says_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unit = StandIn()
+    unit.drop_in.parent.mkdir()
+    unit.drop_in.write_text(drop_in_text(Path("/srv/kd/releases/1-a"), "", "on", 0))
+    monkeypatch.setattr(status, "transactions", lambda: [])
+    monkeypatch.setattr(status, "Unit", lambda name: unit)
+    monkeypatch.setattr(StandIn, "exists", True)
+    answer = status.status({"unit": "x.service", "prefix": str(tmp_path)})
+    assert answer["findings"] == ["the unit's drop-in is of another PREFIX, /srv/kd: say PREFIX=/srv/kd"]
+    assert "release" not in dict(answer["facts"])
+
+
+def test_counters_are_the_last_of_each_worker_and_say_so() -> None:
+    journal = service.Journal("0" * 32)
+    assert status.counters(journal) == "no counts yet: the first come after 10 calls"
+    said = (("1", "served=10 tp_rank=0"), ("2", "served=10 tp_rank=1"), ("1", "served=100 forward_mode=61 tp_rank=0"))
+    journal.lines = [service.Line(pid, f"[kdtree] calls {text}") for pid, text in said]
+    assert status.counters(journal) == "served=110 forward_mode=61, when each worker last logged them"
 
 
 class StandIn2:

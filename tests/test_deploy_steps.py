@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from deploy.bundle import Source
 from deploy.host import wire
 from deploy.options import Host, Options
 
@@ -69,9 +72,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("deploy.steps")
 
 
-def run(steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, **does: Any) -> int:
+def run(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, action: str, words: dict[str, Any] | None = None, **does: Any
+) -> int:
     monkeypatch.setattr(Remote, "does", does)
-    status: int = steps.ACTIONS[action](Options(tuple(Host(name) for name in does), "x.service"))
+    status: int = steps.ACTIONS[action](Options(tuple(Host(name) for name in does), "x.service", **(words or {})))
     return status
 
 
@@ -97,6 +102,41 @@ def test_exit_status_tells_how_far_a_failure_had_come(
     assert run(steps, monkeypatch, action, h1=does) == status
 
 
+@pytest.mark.parametrize("word", [{"dry_run": True}, {"mode": "shadow"}, {"force": True}], ids=str)
+@pytest.mark.parametrize("action", ["rollback", "undeploy"])
+def test_word_of_deploy_alone_is_refused_before_anything_is_done(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str, word: dict[str, Any]
+) -> None:
+    assert run(steps, monkeypatch, action, word, h1={"ok": True, "outcome": "done"}) == 2
+    assert Remote.asked == []
+    name = next(iter(word)).upper()
+    assert f"{name} is for `make deploy` alone, and nothing has been done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_dry_run_of_a_checkout_with_changes_says_that_a_deployment_is_refused(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], force: bool
+) -> None:
+    source = Source((), "0123456789ab", "0" * 64, ("README.md",))
+    monkeypatch.setattr(steps.bundle, "source", lambda: source)
+    answer = {"facts": [], "warnings": [], "findings": [], "plan": [], "data": {}}
+    assert run(steps, monkeypatch, "deploy", {"dry_run": True, "force": force}, h1=answer) == 0
+    assert ("in no commit: without DRY_RUN=1 this is refused" in capsys.readouterr().out) == (not force)
+
+
+def test_only_what_root_has_logged_is_the_transactions(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answer = Remote.run
+
+    def listen(self: Remote, command: str, timeout: float) -> tuple[bool, str, str]:
+        asked.append(command)
+        return answer(self, command, timeout)
+
+    monkeypatch.setattr(Remote, "run", listen)
+    assert run(steps, monkeypatch, "rollback", h1={"ok": True, "outcome": "done"}) == 0
+    assert " --identifier=kdtree-deploy-1 _UID=0; " in asked[0]
+
+
 def test_statuses_are_all_different(steps: Any) -> None:
     names = ("GOOD", "FINDING", "USAGE", "RESTORED", "BROKEN", "UNKNOWN", "INTERRUPTED")
     assert len({getattr(steps, name) for name in names}) == len(names)
@@ -109,7 +149,7 @@ def test_change_stops_at_the_first_host_that_fails_and_names_the_rest(
     bad = {"ok": False, "reason": "it is no good", "outcome": "restored"}
     assert run(steps, monkeypatch, "rollback", h1=good, h2=bad, h3=good, h4=good) == 3
     assert Remote.asked == ["launch h1", "launch h2"]
-    assert "FAILED: h2: it is no good; not begun: h3, h4" in capsys.readouterr().out
+    assert "FAILED: h2: it is no good; the service is as it was before; not begun: h3, h4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["status", "logs"])
@@ -131,3 +171,35 @@ def test_log_that_has_nothing_in_it_is_said(
 ) -> None:
     assert run(steps, monkeypatch, "logs", h1={"lines": [], "findings": []}) == 0
     assert "x.service has logged no [kdtree] line since it was started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "output, python",
+    [
+        ("/usr/bin/python3\n", "/usr/bin/python3"),
+        ("Welcome to h1\n$(reboot)\n/usr/local/bin/python3\n", "/usr/local/bin/python3"),
+        ("/usr/bin/python3; reboot\n", None),
+        ("Welcome\n", None),
+        ("\n", None),
+    ],
+)
+def test_greeting_of_a_login_shell_is_not_taken_for_its_python(output: str, python: str | None) -> None:
+    assert wire.python_in(output) == python
+
+
+def test_wheels_are_those_of_a_release_that_still_has_them(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+
+    def pack(source: Any, key: Any, wheels: Any, donor: str | None, archive: Path) -> None:
+        packed.append(donor)
+        raise steps.Stop("enough")
+
+    monkeypatch.setattr(steps.bundle, "wheels", lambda key: ())
+    monkeypatch.setattr(steps.bundle, "pack", pack)
+    options = types.SimpleNamespace(prefix="/opt/kdtree")
+    source = types.SimpleNamespace(release="2-b")
+    kept, gone = {"wheel_key": 1, "has_vendor": True}, {"wheel_key": 1, "has_vendor": False}
+    for there in ({"1-a": gone}, {"1-a": gone, "1-b": kept}):
+        with pytest.raises(steps.Stop):
+            steps.send(None, options, source, 1, there)
+    assert packed == [None, "1-b"]

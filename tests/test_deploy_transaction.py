@@ -126,6 +126,71 @@ def test_failed_switch_puts_everything_back(place: Place, monkeypatch: pytest.Mo
     assert_old(place)
 
 
+def test_release_that_somebody_has_changed_is_not_deployed_but_gone_back_to(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place.releases / NEW / release.MANIFEST).write_text('{"wheel_key": 0, "digest": "another"}')
+    doing = begun(place)
+    doing._command = object()  # type: ignore[assignment]
+    switched: list[str] = []
+    monkeypatch.setattr(Transaction, "doctor", lambda *_: None)
+    monkeypatch.setattr(Transaction, "is_done", lambda *_: False)
+    monkeypatch.setattr(Transaction, "switch", lambda self, name, *_: switched.append(name))
+    with pytest.raises(release.ReleaseError, match=f"{NEW} has been changed by hand since it was put in place: commit"):
+        doing.to_release(NEW, "on", None)
+    assert switched == []
+    doing.to_release(NEW, "on", None, rolled_back=True)
+    assert switched == [NEW] and "warning: " in capsys.readouterr().out
+
+
+class Deaf(io.TextIOBase):
+    """Standard output to a journal that is gone, or in an encoding that has not the character."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_failed_switch_of_which_nobody_can_be_told_puts_everything_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction.sys, "stdout", Deaf())
+    assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
+    assert_old(place)
+
+
+def test_what_the_service_says_makes_no_lines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line feed in it would begin a line that looks like the transaction's answer."""
+    begun(place).say('last line: x\nkdtree-answer {"ok": true}\x1b[2J')
+    assert capsys.readouterr().out == '    last line: x kdtree-answer {"ok": true} [2J\n'
+
+
+def test_record_that_no_deployment_has_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another unit's does not make a confirmed deployment fail, and keeps every release; the unit's own is named."""
+    other = place.units / "other.service" / "state.json"
+    other.parent.mkdir()
+    other.write_text("{")
+    begun(place).tidy()
+    assert (place.releases / OLD).is_dir() and (place.releases / NEW).is_dir()
+    place.state.write_text("[]")
+    with pytest.raises(Refused, match=f"{place.state} is not what a deployment writes: look at it, then remove it"):
+        begun(place)
+
+
+def test_undeploy_does_not_depend_on_what_the_units_own_files_say(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (systemd.UNITS / NAME).write_text("[Service]\nEnvironment=PYTHONPATH=/srv/%b\n")
+    for action in ("deploy", "undeploy"):
+        doing = begun(place, action)
+        if action == "deploy":
+            with pytest.raises(Refused, match="write it without that specifier"):
+                doing.run()
+        else:
+            doing.run()
+    assert not StandIn(NAME).drop_in.exists() and not place.prefix.exists()
+    assert "restarting x.service: stock; whether it is healthy cannot be told" in capsys.readouterr().out
+
+
 def test_full_disk_while_putting_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the restart on nothing can be written: a rename is still possible."""
     begin = Transaction.check_environment
@@ -285,7 +350,7 @@ def test_first_deployment_that_fails_leaves_what_others_have_and_says_so(
     other.state.write_text(json.dumps({"release": OLD}))
     failing(fresh, monkeypatch, "start")
     assert other.state.exists() and not fresh.records.exists() and list(release.manifests(fresh)) == [NEW]
-    assert f"{fresh.releases / NEW} stays, for another try; `make undeploy` removes it" in capsys.readouterr().out
+    assert f"{fresh.releases / NEW} stays, for another try, and goes with the old releases" in capsys.readouterr().out
 
 
 def test_archive_on_its_way_for_another_unit_is_left_to_it(

@@ -663,4 +663,4 @@ def test_the_kernel_is_asked_for_with_the_cache_and_the_job(monkeypatch: pytest.
     monkeypatch.setattr("kdtree_patch.kernel.VerifyKernel.load", lambda *args: asked.append(args))
     settings, job = Settings(selftest=False), object()
     hook.load_kernel(torch.device("cuda:2"), settings, job)  # type: ignore[arg-type]
-    assert asked == [(torch.device("cuda:2"), None, job, "portable")]
+    assert asked == [(torch.device("cuda:2"), None, job, "auto")]

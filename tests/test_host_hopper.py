@@ -126,35 +126,47 @@ def products(rng: np.random.Generator, tiles: int) -> tuple[np.ndarray, np.ndarr
     return swizzled_tiles(x), total[row, column].ravel()
 
 
+def test_movmatrix(program: Program, rng: np.random.Generator) -> None:
+    matrix = rng.integers(0, 1 << 16, (8, 8), dtype=np.uint16)
+    for outcome in program.launch("movmatrix", matrix, 128, seeds=4):
+        assert not outcome.error
+        np.testing.assert_array_equal(outcome.words(np.uint16).reshape(8, 8), matrix.T)
+
+
+def test_vote(program: Program, rng: np.random.Generator) -> None:
+    """Of a barrier that not the whole block comes to, again and again."""
+    given = np.zeros((6, 2, 64), np.int32)
+    for at in ((1, 0, 3), (2, 1, 63), (3, 0, 40), (3, 1, 0)):
+        given[at] = 8
+    for outcome in program.launch("vote", given, given.nbytes, 6, block=128, seeds=SEEDS):
+        assert not outcome.error
+        np.testing.assert_array_equal(outcome.words().reshape(6, 2, 64), given.any(-1)[..., None].repeat(64, -1))
+
+
 def check(outcomes: list[Outcome], expected: np.ndarray, right: bool) -> None:
     wrong = [bool(o.error) or not np.array_equal(o.words(np.float32), expected) for o in outcomes]
     assert not any(wrong) if right else all(wrong), [o.error for o in outcomes]
 
 
 @pytest.mark.parametrize(
-    ("bulk", "fault", "message"),
+    ("fault", "message"),
     [
-        (0, 0, None),
-        (0, 1, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
-        (0, 2, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
-        (0, 3, None),
-        (0, 4, None),
-        (0, 5, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
-        (0, 6, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
-        (0, 7, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
-        (0, 8, None),
-        (0, 9, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
-        (1, 0, None),
-        (1, 1, None),  # bulk copies need no fence
-        (1, 2, "race at offset .*bulk copy in flight of line .*, against wgmma at line|race .*wgmma at line"),
-        (1, 3, None),
-        (1, 5, "race at offset .*bulk copy in flight of line .*, against wgmma at line|race .*wgmma at line"),
+        (0, None),
+        (1, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
+        (2, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
+        (3, None),
+        (4, None),
+        (5, "race at offset .*cp.async in flight of line .*, against wgmma at line|race .*wgmma at line"),
+        (6, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
+        (7, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
+        (8, None),
+        (9, "wgmma at line .*, after cp.async of line .*no fence_proxy_async between"),
     ],
 )
-def test_wgmma_pipeline(program: Program, rng: np.random.Generator, bulk: int, fault: int, message: str | None) -> None:
+def test_wgmma_pipeline(program: Program, rng: np.random.Generator, fault: int, message: str | None) -> None:
     given, expected = products(rng, 6)
     shape = dict(block=384, shared=2 * 16384 + 1024 + 64, seed=1, seeds=SEEDS)
-    outcomes = program.launch("wgmma_pipeline", given, 128 * 128, 6, bulk, fault, **shape)
+    outcomes = program.launch("wgmma_pipeline", given, 128 * 128, 6, fault, **shape)
     check(outcomes, expected, right=message is None)
     assert message is None or all(re.search(message, o.error) for o in outcomes), [o.error for o in outcomes]
 
@@ -197,38 +209,15 @@ def test_accumulators_are_nan_until_they_are_waited_for(program: Program, rng: n
     ("fault", "message"),
     [
         (0, None),
-        (1, "race at offset .* of the mbarrier|no mbarrier was initialised"),
-        (2, "race at offset .* bulk copy in flight|has had all 1 arrivals"),
-        # What it had to wait for is not there yet, or the phases run away from somebody, or never come.
-        (3, "race at offset|before this thread had seen it|deadlock"),
-        (4, "race at offset|before this thread had seen it|deadlock"),
-        (5, "race at offset"),
-        (7, "race at offset"),
-    ],
-)
-def test_pipeline_of_bulk_copies(program: Program, rng: np.random.Generator, fault: int, message: str | None) -> None:
-    x = rng.standard_normal((7, 128, 4)).astype(np.float32)
-    shape = dict(block=160, shared=128 + 4096, seed=1, seeds=SEEDS)
-    outcomes = program.launch("bulk_pipeline", x, x.nbytes, 7, fault, **shape)
-    expected = np.roll(x, -1, axis=1).ravel()
-    if message is None:
-        check(outcomes, expected, right=True)
-    elif program.build == "races" or fault in (1, 2):
-        assert all(re.search(message, o.error) for o in outcomes), [o.error for o in outcomes]
-    elif fault in (3, 4):
-        judge(program, outcomes, expected, right=False)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (0, None),
         (1, "cp.async in flight of line"),
         (2, "race at offset .*cp.async in flight|has had all 64 arrivals"),
         (3, "race at offset"),
         (4, "cp.async in flight of line"),
         (5, None),
         (6, None),
+        (7, "race at offset"),
+        (8, "race at offset"),
+        (9, "race at offset .* of the mbarrier|no mbarrier was initialised"),
     ],
 )
 def test_pipeline_of_cp_async(program: Program, rng: np.random.Generator, fault: int, message: str | None) -> None:
@@ -238,40 +227,15 @@ def test_pipeline_of_cp_async(program: Program, rng: np.random.Generator, fault:
     expected = np.roll(x, -1, axis=1).ravel()
     if message is None:
         check(outcomes, expected, right=True)
-    elif program.build == "races":
+    elif program.build == "races" or fault == 9:
         assert all(re.search(message, o.error) for o in outcomes), [o.error for o in outcomes]
-    else:
+    elif fault not in (7, 8):  # in some orders the result is right
         check(outcomes, expected, right=False)
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_hand_over(program: Program, rng: np.random.Generator, missing: int) -> None:
-    x = rng.standard_normal((4, 32)).astype(np.float32)
-    outcomes = program.launch("hand_over", x, 512, missing, block=64, shared=128, seed=1, seeds=SEEDS)
-    expected = x[:, np.arange(32) ^ 1].ravel()
-    if missing and program.build != "races":
-        assert any(not np.array_equal(o.words(np.float32), expected) for o in outcomes)
-    else:
-        judge(program, outcomes, expected, right=not missing)
 
 
 def test_parities(program: Program) -> None:
     for outcome in program.launch("parities", np.zeros(1), 128, block=32, shared=128, seeds=SEEDS):
         assert not outcome.error and (outcome.words() == 10).all()
-
-
-def test_bulk_copy_over_stores(program: Program, rng: np.random.Generator) -> None:
-    x = rng.standard_normal(32).astype(np.float32)
-    for missing in (0, 1, 2):
-        (outcome,) = program.launch("bulk_over_stores", x, 128, missing, block=32, shared=256)
-        if missing and program.build == "races":
-            fence = "bulk copy in flight .* after store .* no fence_proxy_async"
-            assert re.search(fence if missing == 1 else "load after .* against bulk copy in flight", outcome.error)
-        elif missing == 2:
-            assert not outcome.error and np.isnan(outcome.words(np.float32)).all()
-        else:
-            assert not outcome.error
-            np.testing.assert_array_equal(outcome.words(np.float32), x)
 
 
 # -- what is refused
@@ -285,40 +249,33 @@ def test_bulk_copy_over_stores(program: Program, rng: np.random.Generator) -> No
         (2, "mbarrier_init at line {}: 0 arrivals: must be 1 to 1048575"),
         (3, "mbarrier_init at line {}: offset 8 is an mbarrier already, initialised at line"),
         (4, "mbarrier_wait at line {}: parity 2: must be 0 or 1"),
-        (5, "phase 0: 1 of 2 arrivals, copies of 0 of 0 bytes; 1 threads wait, thread 0 at line {}"),
+        (5, "phase 0: 1 of 2 arrivals; 1 threads wait, thread 0 at line {}"),
         (6, "mbarrier_arrive at line {}: the mbarrier at offset 8 has had all 1 arrivals of phase 0"),
-        (7, "bulk_copy at line {}: offset 40 is not a multiple of 16 bytes"),
-        (8, "bulk_copy at line {}: 24 bytes: must be a multiple of 16"),
-        (9, "bulk_copy at line {}: source "),
-        (10, "bulk_copy at line {}: offset 16384, size 16: outside the block's"),
-        (11, "mbarrier_arrive_expect at line {}: with all 1 arrivals, the mbarrier at offset 8 expects 32 bytes"),
-        (12, "bulk_copy at line {}: the mbarrier at offset 16 was initialised at line {} without mbarrier_fence_init"),
-        (13, "bulk_copy at line {}: the block ended before anybody waited for it; mbarrier at offset 8 (line"),
-        (14, "mbarrier_arrive at line {}: something was written over the mbarrier at offset 8"),
-        (15, "mbarrier_arrive_expect at line {}: -16 bytes: an mbarrier counts 0 to 1048575"),
-        (16, "cp_async_mbarrier_arrive at line {}: the mbarrier at offset 8 has had all 1 arrivals of phase 0"),
-        (17, "bulk copy in flight of line {} in thread 0, against bulk copy in flight of line {}"),
-        (18, "barrier_arrive at line {}: the warp has come to barrier 1 before"),
-        (19, "deadlock; barrier 3: 32 of 64 threads (warps 00000001) wait at barrier_sync, line {}"),
-        (20, "set_max_registers_up at line {}: the warp has 256 registers a thread, cannot go up to 24"),
-        (21, "warp 0 waits at set_max_registers_up, line {}"),
-        (22, "set_max_registers_down at line {}: warp 4 is in no whole warpgroup"),
-        (23, "wgmma_m64k16 at line {}: wgmma_fence is missing before the first wgmma of the warp"),
-        (24, "another warp of the warpgroup has in its place wgmma_m64k16 at line {}"),
-        (25, "wgmma_fence at line {}: warp 2 of the warpgroup never came there"),
-        (26, "of a: bits that belong to no field are set"),
-        (27, "of b: only swizzles of 128 bytes and none are supported"),
-        (28, "of a: the pattern of the 128-byte swizzle does not start at a multiple of 1024 bytes"),
-        (29, "of b: the operand leaves the 128 bytes of a row of the swizzle"),
-        (30, "of a: the stride is not a multiple of the 1024 bytes that the swizzle repeats after"),
-        (31, "wgmma_m64k16 at line {}: offset "),
-        (32, "wgmma_m64k16 at line {}: the lanes of a warp have different descriptors"),
-        (33, "wgmma at line {}: the warp has returned without a wgmma_wait that covers it"),
-        (34, "wgmma_wait at line {}: accumulators were written to between wgmma and this wait"),
-        (35, "wgmma_m64k16 at line {}: the accumulators have changed since wgmma_wait, with no wgmma_fence after it"),
-        (36, "of a: only a base offset of 0 is supported"),
-        (37, "wgmma at line {}: the warp has returned without a wgmma_wait that covers it"),
-        (38, "mbarrier_wait at line {}: phase 0 was complete, and so was the next one before this thread had seen it"),
+        (7, "mbarrier_arrive at line {}: something was written over the mbarrier at offset 8"),
+        (8, "cp_async_mbarrier_arrive at line {}: the mbarrier at offset 8 has had all 1 arrivals of phase 0"),
+        (9, "deadlock; barrier 3: 32 of 64 threads (warps 00000001) wait at barrier_sync, line {}"),
+        (10, "set_max_registers_up at line {}: the warp has 256 registers a thread, cannot go up to 24"),
+        (11, "warp 0 waits at set_max_registers_up, line {}"),
+        (12, "set_max_registers_down at line {}: warp 4 is in no whole warpgroup"),
+        (13, "wgmma_m64k16 at line {}: wgmma_fence is missing before the first wgmma of the warp"),
+        (14, "another warp of the warpgroup has in its place wgmma_m64k16 at line {}"),
+        (15, "wgmma_fence at line {}: warp 2 of the warpgroup never came there"),
+        (16, "of a: bits that belong to no field are set"),
+        (17, "of b: only swizzles of 128 bytes and none are supported"),
+        (18, "of a: the pattern of the 128-byte swizzle does not start at a multiple of 1024 bytes"),
+        (19, "of b: the operand leaves the 128 bytes of a row of the swizzle"),
+        (20, "of a: the stride is not a multiple of the 1024 bytes that the swizzle repeats after"),
+        (21, "wgmma_m64k16 at line {}: offset "),
+        (22, "wgmma_m64k16 at line {}: the lanes of a warp have different descriptors"),
+        (23, "wgmma at line {}: the warp has returned without a wgmma_wait that covers it"),
+        (24, "wgmma_wait at line {}: accumulators were written to between wgmma and this wait"),
+        (25, "wgmma_m64k16 at line {}: the accumulators have changed since wgmma_wait, with no wgmma_fence after it"),
+        (26, "of a: only a base offset of 0 is supported"),
+        (27, "wgmma at line {}: the warp has returned without a wgmma_wait that covers it"),
+        (28, "mbarrier_wait at line {}: phase 0 was complete, and so was the next one before this thread had seen it"),
+        (29, "barrier_sync_or at line {}: barrier 1 for 48 threads: not a multiple of a warp"),
+        (30, "movmatrix_trans at line {}"),
+        (31, "meet barrier 1 in barrier_sync"),
     ],
 )
 def test_misuse(program: Program, case: int, expected: str) -> None:
@@ -326,8 +283,8 @@ def test_misuse(program: Program, case: int, expected: str) -> None:
     start = lines.index(f"    case {case}:")
     end = lines.index("      break;", start)
     # Four warps that make a warpgroup, and one that is none; where those would be in the way, others.
-    block = {20: 128, 21: 384}.get(case, 160)
-    seeds = 1 if case == 38 else 4  # in other orders the thread comes when it is too late to wait
+    block = {10: 128, 11: 384}.get(case, 160)
+    seeds = 1 if case == 28 else 4  # in other orders the thread comes when it is too late to wait
     for outcome in program.launch("misuse", np.zeros(64), 4, case, block=block, shared=10240, seeds=seeds):
         at = re.escape(expected).replace(re.escape("{}"), r"(\d+)")
         found = re.search(at, outcome.error)

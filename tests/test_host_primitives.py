@@ -55,14 +55,14 @@ def test_ldmatrix(program: Program, rng: np.random.Generator) -> None:
     offsets = (rng.permutation(128)[:32] * 16).astype(np.int32)
     given = np.concatenate([offsets.view(np.uint8), memory])
     for seed in (0, 3):
-        out = program.result("ldmatrix", given, 32 * 40, 2048, shared=2048, seed=seed).words(np.uint32).reshape(32, 10)
+        out = program.result("ldmatrix", given, 32 * 32, 2048, shared=2048, seed=seed).words(np.uint32).reshape(32, 8)
         elements = memory.view(np.uint16)
         matrices = np.stack([elements[o // 2 : o // 2 + 8] for o in offsets]).reshape(4, 8, 8).astype(np.uint32)
         for lane in range(32):
             row, column = lane // 4, lane % 4 * 2
             straight = matrices[:, row, column] | matrices[:, row, column + 1] << 16
             transposed = matrices[:, column, row] | matrices[:, column + 1, row] << 16
-            np.testing.assert_array_equal(out[lane], [*straight, *transposed, *transposed[:2]])
+            np.testing.assert_array_equal(out[lane], [*straight, *transposed])
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
@@ -110,7 +110,7 @@ def test_conversions(program: Program, rng: np.random.Generator, element: str) -
     edges += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-9, 0.1, -126.0, -126.5, -127.0, -1e30, 127.9, 128.0]
     scattered = rng.standard_normal(20000) * 2.0 ** rng.integers(-30, 20, 20000)
     x = np.concatenate([edges, scattered]).astype(np.float32)
-    out = program.result(f"convert_{element}", x, x.size * 20, x.size, block=64).words(np.uint32).reshape(-1, 5)
+    out = program.result(f"convert_{element}", x, x.size * 24, x.size, block=64).words(np.uint32).reshape(-1, 6)
     expected = bits(x, element)
     np.testing.assert_array_equal(out[:, 0], expected)
     np.testing.assert_array_equal(out[:, 1], expected | (expected ^ 0x8000).astype(np.uint32) << 16)
@@ -120,23 +120,28 @@ def test_conversions(program: Program, rng: np.random.Generator, element: str) -
         power = np.exp2(x.astype(np.float64)).astype(np.float32)
     power[power < np.finfo(np.float32).tiny] = 0
     np.testing.assert_allclose(out[:, 4].view(np.float32), power, rtol=2e-7)
+    # Never the exact one: who needs more than the hardware promises is found out.
+    with np.errstate(divide="ignore"):
+        exact = np.float32(1) / x
+    normal = np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).tiny * 2)
+    reciprocal, exact = out[normal, 5].view(np.float32), exact[normal]
+    np.testing.assert_array_max_ulp(reciprocal, exact, maxulp=1)
+    assert (reciprocal != exact).all()
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
 def test_a_nan_stays_one(program: Program, element: str) -> None:
     x = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
-    out = program.result(f"convert_{element}", x, 60, 3).words(np.uint32).reshape(3, 5)
+    out = program.result(f"convert_{element}", x, 72, 3).words(np.uint32).reshape(3, 6)
     assert (out[:, 0] == 0x7FFF).all()
     assert np.isnan(out[:, 2:].view(np.float32)).all()
 
 
-@pytest.mark.parametrize("odd_one", [0, 77, 99])
-def test_collectives(program: Program, rng: np.random.Generator, odd_one: int) -> None:
+def test_collectives(program: Program, rng: np.random.Generator) -> None:
     x = rng.integers(100, 1000, 96).astype(np.int32)
-    x[70] = odd_one or x[70]
-    for outcome in program.launch("collectives", x, 96 * 56, block=96, seeds=5):
+    for outcome in program.launch("collectives", x, 96 * 44, block=96, seeds=5):
         assert not outcome.error
-        out = outcome.words().reshape(3, 32, 14)
+        out = outcome.words().reshape(3, 32, 11)
         for warp, own in enumerate(x.reshape(3, 32)):
             lane = np.arange(32)
             odd = own & 1
@@ -146,17 +151,12 @@ def test_collectives(program: Program, rng: np.random.Generator, odd_one: int) -
                 own[lane * 7 % 32],
                 own[lane ^ 5],
                 np.where(lane < 3, own, own[lane - 3]),
-                np.where(lane > 28, own, own[(lane + 3) % 32]),
-            ]
-            expected += [
                 own[lane ^ 16],
                 own[31],
                 np.uint32(votes).astype(np.int32),
-                (own == 77).any(),
-                (own != 77).all(),
-                (x == 99).any(),
             ]
             expected += [lowest, odd.sum(), (own - 500).sum(), (own - 1000).max()]
+            expected.append(np.bitwise_or.reduce(own << 22))
             for i, column in enumerate(expected):
                 np.testing.assert_array_equal(out[warp, :, i], column, err_msg=f"result {i} of warp {warp}")
 
@@ -260,7 +260,6 @@ OUTSIDE = "outside the block's 1024 bytes of shared memory"
         ((0, -1), f"offset -1, size 0: {OUTSIDE}"),
         ((1, 1024), f"ldmatrix_x4 at line {{}}: offset 1024, size 16: {OUTSIDE}"),
         ((2, 1009), f"ldmatrix_x4_trans at line {{}}: offset 1009, size 16: {OUTSIDE}"),
-        ((3, -16), f"ldmatrix_x2_trans at line {{}}: offset -16, size 16: {OUTSIDE}"),
         ((4, 1024, 16), f"cp_async_16 at line {{}}: offset 1024, size 16: {OUTSIDE}"),
         ((1, 8), "ldmatrix_x4 at line {}: offset 8 is not a multiple of 16 bytes"),
         ((4, 24, 0), "offset 24 is not a multiple of 16 bytes"),
@@ -269,6 +268,7 @@ OUTSIDE = "outside the block's 1024 bytes of shared memory"
         ((6, 0, 0xFFFF), "__shfl_sync at line {}: mask 0000ffff, width 32: only the whole warp"),
         ((7, 0, 1), "__ballot_sync at line {}: mask 00000001: only the whole warp"),
         ((8, 0, 3), "__syncwarp at line {}: mask 00000003: only the whole warp"),
+        ((3, 0, 7), "__reduce_or_sync at line {}: mask 00000007: only the whole warp"),
         ((13, 0, 7), "__reduce_add_sync at line {}: mask 00000007: only the whole warp"),
         ((14, 0, 7), "__reduce_max_sync at line {}: mask 00000007: only the whole warp"),
         ((9, 16, 64), "there is no barrier 16"),
@@ -284,7 +284,7 @@ def test_bad_arguments(program: Program, arguments: tuple[int, ...], expected: s
         error = program.error("bad_argument", *arguments, block=64, shared=1024, seed=seed)
         assert expected.format(line) in error
         assert error.startswith("block (0,0) thread ") and error.endswith(f"(seed {seed})")
-        if arguments[0] < 5 and arguments[1] != 16:
+        if arguments[0] in (0, 1, 2, 4) and arguments[1] != 16:
             assert "thread 5:" in error
 
 

@@ -21,7 +21,7 @@ from kdtree_patch import kernel as kernel_module
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary, cubin_target
 from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, host_launcher
-from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference
+from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference, with_drafts
 from tests.support.reference import rel
 
 
@@ -148,13 +148,10 @@ def test_one_kernel_for_calls_of_all_shapes(new_kernel) -> None:
         assert rel(case.launch(kernel), reference(case)) < LIMIT[torch.float16], (seed, prefixes)
 
 
-def test_requests_with_different_numbers_of_draft_tokens(new_kernel) -> None:
+@pytest.mark.parametrize("lengths", [[9, 1, 0, 4], [20, 1, 0, 12]], ids=["one row block", "up to four row blocks"])
+def test_requests_with_different_numbers_of_draft_tokens(new_kernel, lengths) -> None:
     """The router asks for one q_len; the kernel does not: a short request has fewer row blocks than q_len gives."""
-    case = make_case([70, 40, 3, 90], 9, 8, mask="none")
-    lengths = torch.tensor([9, 1, 0, 4])
-    tokens = int(lengths.sum())
-    case.qo_indptr = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
-    case.q, case.k_extend, case.out = case.q[:tokens], case.k_extend[:tokens], case.out[:tokens]
+    case = with_drafts(make_case([70, 40, 3, 90], max(lengths), 8, mask="none"), lengths)
     for workers in (2, 5, 30):
         case.out.fill_(float("nan"))
         case.launch(new_kernel(workers=workers))

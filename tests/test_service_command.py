@@ -87,6 +87,12 @@ def test_flags_in_a_first_line() -> None:
     assert "isolates" in (python_path_problem(through("/opt/venv/bin/isolated")) or "")
 
 
+@pytest.mark.parametrize("flag", ["-I", "-E", "-S", "-uE"])
+def test_flag_that_keeps_the_patch_out_is_named_with_what_to_do(flag: str) -> None:
+    said = python_path_problem(through(PYTHON, flag, "-m", "sglang.launch_server")) or ""
+    assert f"-{flag[-1]} " in said and said.endswith(": take that out of the command")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -96,7 +102,10 @@ def test_flags_in_a_first_line() -> None:
         (words("/usr/bin/uv run python"), "uv"),
         (words(f"/usr/bin/sudo -u sglang {PYTHON}"), "sudo: it does not pass PYTHONPATH on"),
         (words(f"/usr/bin/env -i {PYTHON}"), "empties the environment"),
-        (words("/usr/bin/false"), "/usr/bin/false, which is neither Python nor a wrapper"),
+        (
+            words("/usr/bin/false"),
+            "/usr/bin/false, which is neither Python nor a wrapper that is known here: name the Python",
+        ),
         (words("/usr/bin/env python3.9"), "python3.9 is not found in PATH"),
         (words("venv/bin/python x"), "relative path"),
         (["/bin/bash", "-c", f"exec '{PYTHON}"], "cannot be read"),

@@ -24,7 +24,9 @@ def start(*command: object, cwd: Path, stdout: int = subprocess.PIPE, **variable
 # --------------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["demo"], ["compile"], ["selftest"], ["bench"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [[], ["doctor"], ["demo"], ["compile"], ["selftest"], ["bench"], ["report"]], ids=str
+)
 def test_help_needs_only_the_standard_library(command: list[str], tmp_path: Path) -> None:
     """-S: without site-packages."""
     process = start(sys.executable, "-S", "-m", "kdtree_patch", *command, "--help", cwd=tmp_path, PYTHONPATH=REPO)

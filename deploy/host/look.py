@@ -5,8 +5,10 @@ Reads only. `Look` is what preflight reports on and what a transaction starts fr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,22 +68,31 @@ class Place:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text())
-        return value
-    except FileNotFoundError:
+    """Raises Refused for what no deployment writes."""
+    text = read_text(path)
+    if text is None:
         return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise Refused(f"{path} is not what a deployment writes ({error}): look at it, then remove it") from error
+    if not isinstance(value, dict):
+        raise Refused(f"{path} is not what a deployment writes: look at it, then remove it")
+    return value
 
 
 def read_text(path: Path) -> str | None:
+    """A unit file may have any bytes in its comments."""
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except FileNotFoundError:
         return None
 
 
 class Look:
-    """A unit, and what of it is ours. Raises Refused where a deployment could not be right."""
+    """A unit, and what of it is ours. Raises Refused where a deployment could not be right. Where that is because of
+    the unit's own variables, it is raised when they are asked for: without them, ours can still be taken away.
+    """
 
     def __init__(self, unit: Unit, prefix: Path):
         self.unit = unit
@@ -89,13 +100,33 @@ class Look:
         self.drop_in = read_text(unit.drop_in)
         self.state = read_json(self.place.state)
         self.pending = read_json(self.place.pending)
+        # True after an edit, and after a transaction that died between a file and the daemon-reload for it.
+        self.reads_stale = bool(unit["NeedDaemonReload"])
+        self._own: dict[str, str] | Refused
+        try:
+            self._own = self._read_own()
+        except Refused as refused:
+            self._own = refused
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The variables that the unit sets without us. Raises Refused."""
+        if isinstance(self._own, Refused):
+            raise self._own
+        return self._own
+
+    def _read_own(self) -> dict[str, str]:
+        unit = self.unit
         # A file that is gone is one that systemd has not been told of yet: see reads_stale.
         texts = {path: text for path in unit.files() if (text := read_text(path)) is not None}
         ours = unit.drop_in.resolve()  # UNIT.d may be a link
         specifiers = specifiers_of(unit.name)
-        self.own = environment_of((text for path, text in texts.items() if path.resolve() != ours), specifiers)
-        # True after an edit, and after a transaction that died between a file and the daemon-reload for it.
-        self.reads_stale = bool(unit["NeedDaemonReload"])
+        for path, text in texts.items():
+            try:
+                environment_of([text])
+            except ValueError as error:
+                raise Refused(f"an Environment= in {path} cannot be read ({error}): put its quotes right") from error
+        own = environment_of((text for path, text in texts.items() if path.resolve() != ours), specifiers)
         # The same reading with our drop-in must give what systemd says, or it is not to be trusted.
         everything = environment_of(texts.values(), specifiers)
         for name in () if self.reads_stale else RESERVED:
@@ -106,8 +137,10 @@ class Look:
                 )
         # Under our drop-in, systemd does not tell what a specifier that we do not know has come to.
         deployed = environment_of([self.drop_in or ""]).get("PYTHONPATH", "").partition(":")[2]
-        if self.drop_in is not None and "%" in self.python_path and self.python_path != deployed:
-            raise Refused(f"PYTHONPATH of {unit.name} is {self.python_path!r}: write it without that specifier")
+        python_path = own.get("PYTHONPATH", "")
+        if self.drop_in is not None and "%" in python_path and python_path != deployed:
+            raise Refused(f"PYTHONPATH of {unit.name} is {python_path!r}: write it without that specifier")
+        return own
 
     def mode(self, wanted: str | None) -> str:
         """The mode of a deployment: the one that is asked for, or else the one that the unit was last confirmed in."""
@@ -172,7 +205,9 @@ class Look:
                     ) from opaque
             found.wrappers.append(f"{os.path.basename(self.unit.argv[0])} (seen in the running service)")
             return found
-        raise Refused(f"{opaque}, and no Python with SGLang in its command line is running under it") from opaque
+        raise Refused(
+            f"{opaque}, and no Python with SGLang in its command line is running under it: is this the service's unit?"
+        ) from opaque
 
 
 def passed(name: str) -> bool:
@@ -202,6 +237,9 @@ def _descendants(pid: int) -> list[int]:
 def secrets_of(unit: Unit, pid: int) -> list[str]:
     """Values that must not be repeated: those of the service's command line and environment that are named like one."""
     words = unit.argv + _words(pid, "cmdline") if pid else unit.argv
+    for word in [word for word in words if " " in word]:  # bash -c "..."
+        with contextlib.suppress(ValueError):
+            words = words + shlex.split(word)
     found = []
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

@@ -11,6 +11,7 @@ from deploy.host import wire
 
 def main() -> None:
     command = sys.argv[1]
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # LANG may be any
     order = wire.unpacked(sys.argv[2]) if len(sys.argv) > 2 else {}
     if command == "transaction":
         from deploy.host import transaction

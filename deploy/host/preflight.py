@@ -10,7 +10,9 @@ import contextlib
 import difflib
 import os
 import platform
+import re
 import shutil
+import time
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ from typing import Any
 from deploy.host import gpus, look, service, wire
 from deploy.host.look import Look, Place
 from deploy.host.release import drop_in_text, foreign_problem, manifests
-from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, run, run_as, transactions
+from deploy.host.systemd import DROP_IN, SystemdError, Unit, environment_of, quoted, run, run_as, transactions
 from kdtree_patch import service_options
 from kdtree_patch.service_command import Command, Refused, python_path_problem
 from kdtree_patch.settings import SettingError, Settings
 
 PROBE_SECONDS = 300
+JOURNAL_SECONDS = 5.0
 # wrapt and cupy unpacked, the archive they come in, and the kernels.
 DISK_BYTES = 1 << 30
 TRANSIENT = "/run/systemd/transient/"
@@ -70,6 +73,8 @@ def _inspect(order: dict[str, Any], report: Report) -> None:
     if not unit.exists:
         raise Refused(f"there is no unit {unit.name} here{_alike(unit.name)}")
     _unit(unit, report)
+    _conditions(unit, report)
+    _journal(unit, report)
     if report.findings:
         return
     seen = Look(unit, Path(order["prefix"]))
@@ -119,6 +124,8 @@ def _unit(unit: Unit, report: Report) -> None:
     folder = unit.drop_in.parent
     if os.path.lexists(folder) and not folder.is_dir():
         report.find(f"{folder} is no folder, so that there can be no drop-in in it")
+    if unit["RefuseManualStart"] or unit["RefuseManualStop"]:
+        report.find("RefuseManualStart= or RefuseManualStop= keeps it from being restarted: remove that")
     if unit["DynamicUser"]:
         report.find("DynamicUser= gives it another user at every start, to whom no kernel cache can belong: set User=")
     if unit["RootDirectory"] or unit["RootImage"]:
@@ -127,6 +134,10 @@ def _unit(unit: Unit, report: Report) -> None:
         report.find(f"its ExecStart begins with + or !, and so is not started as its User={unit['User']}: remove that")
     for name in sorted(set(look.RESERVED) & {word.partition("=")[0] for word in unit["UnsetEnvironment"]}):
         report.find(f"UnsetEnvironment= takes {name} away: remove it there")
+    for name in sorted(set(look.RESERVED) & set(unit["PassEnvironment"])):
+        report.find(
+            f"PassEnvironment= takes {name} from the system manager, where it is not seen: set it in Environment="
+        )
     for name in ("StandardOutput", "StandardError"):
         if unit[name] not in _JOURNAL:
             report.find(f"{name}={unit[name]} keeps the worker's lines out of the journal, where they are looked for")
@@ -142,6 +153,32 @@ def _unit(unit: Unit, report: Report) -> None:
         report.fact("runs as", unit.user.pw_name)
         return
     report.find(f"its User={unit['User']} does not exist")
+
+
+def _conditions(unit: Unit, report: Report) -> None:
+    """A service goes on when what it was started under is gone; a restart would stop it, and not start it again."""
+    with contextlib.suppress(SystemdError):  # no such verb before systemd 250
+        said = run("systemd-analyze", "condition", f"--unit={unit.name}", check=False, both=True)
+        if not re.search(r"^(Conditions|Asserts) failed", said, re.M):
+            return  # one of several that are or-ed may well have failed
+        failed = [line.partition(": ")[2] or line for line in said.splitlines() if re.search(r": .*=.* failed", line)]
+        for line in failed:
+            report.find(f"{line.removesuffix('.')}: systemd would stop {unit.name} and not start it again")
+
+
+def _journal(unit: Unit, report: Report) -> None:
+    """Whether a line of the service's level is kept: its workers' lines are what a deployment is confirmed by."""
+    name = f"kdtree-preflight-{os.urandom(6).hex()}"
+    run("systemd-cat", f"--identifier={name}", f"--priority={unit['SyslogLevel'] & 7}", "echo", "kept")
+    until = time.monotonic() + JOURNAL_SECONDS
+    while not run("journalctl", "--quiet", "--no-pager", "--output=cat", f"--identifier={name}", check=False):
+        if time.monotonic() > until:
+            report.find(
+                f"a line of level {unit['SyslogLevel'] & 7} that was sent to the journal is not in it, and so would be "
+                "the workers' lines: see Storage= and MaxLevelStore= in journald.conf"
+            )
+            return
+        time.sleep(0.2)
 
 
 def _command(command: Command, seen: Look, mode: str | None, report: Report) -> None:
@@ -162,9 +199,10 @@ def _command(command: Command, seen: Look, mode: str | None, report: Report) -> 
     health = _health(url)
     report.fact("service", f"{workers} worker(s) here, {url}/health {health}")
     if health != "answers" and seen.unit.state().active == "active" and seen.pending is None:
+        back = "; if it does not get ready with our release, `make rollback` or `make undeploy`" if seen.drop_in else ""
         report.find(
             f"{seen.unit.name} is active, and {url}/health {health}: wait until it is ready, or, if it is elsewhere, "
-            "write --host and --port into ExecStart"
+            f"write --host and --port into ExecStart{back}"
         )
     if seen.mode(mode) != "off":
         _would_decline(command, report)
@@ -294,8 +332,11 @@ def _reserved(seen: Look, report: Report) -> None:
         report.find(f"every worker would decline: {error}")
     for path in seen.unit.files():
         text = (look.read_text(path) if path.name > DROP_IN and path.suffix == ".conf" else None) or ""
-        if names := sorted(set(look.RESERVED) & set(environment_of([text]))):
-            report.find(f"{path} is read after our {DROP_IN} and sets {', '.join(names)}: give it a lower number")
+        ours = "[Service]\n" + "\n".join(quoted(name, "ours") for name in look.RESERVED)
+        after = environment_of([ours, text])  # an empty Environment= takes all away
+        if names := [name for name in look.RESERVED if after.get(name) != "ours"]:
+            does = "sets" if after.keys() & set(names) else "takes away"
+            report.find(f"{path} is read after our {DROP_IN} and {does} {', '.join(names)}: give it a lower number")
     for entry in filter(None, seen.python_path.split(":")):
         if os.path.isfile(f"{entry}/kdtree_patch/boot.py"):
             report.find(f"PYTHONPATH of the unit already has the patch, in {entry}: take it out there first")

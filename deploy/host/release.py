@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -15,10 +16,13 @@ from typing import Any
 from deploy.host import systemd
 from deploy.host.look import Place, read_json, read_text, release_of
 from deploy.host.systemd import DROP_IN, environment_of, quoted, sync_folder
+from kdtree_patch.service_command import Refused
 from kdtree_patch.settings import MODES
 
 KEEP = 5
 MANIFEST = "manifest.json"
+# What the host itself makes of a release.
+_NOT_SENT = (MANIFEST, "vendor", "cache")
 _HALF = ".part-"
 # The names that deploy.bundle gives, and those of the archives that steps.py sends.
 _NAME = r"[0-9][0-9A-Za-z.+]*-[0-9a-f]{12}(-dirty-[0-9a-f]{8})?"
@@ -27,6 +31,8 @@ _NEW_LINK = ".current.new"
 _RECORDS = {"state.json", "pending.json", ".state.json.new", ".pending.json.new"}
 # Archives of deployments that were cut off while they were sent.
 _STALE_SECONDS = 86400.0
+# One that has not grown for so long is not being sent any more.
+_SENDING_SECONDS = 60.0
 
 
 class ReleaseError(Exception):
@@ -74,9 +80,9 @@ def is_ours(folder: Path) -> bool:
     """Whether this is a whole release of ours: it carries our manifest."""
     try:
         manifest = None if folder.is_symlink() else read_json(folder / MANIFEST)
-    except (OSError, ValueError):
+    except (OSError, Refused):
         return False
-    return isinstance(manifest, dict) and "wheel_key" in manifest
+    return manifest is not None and "wheel_key" in manifest
 
 
 def _is_half(folder: Path) -> bool:
@@ -122,11 +128,11 @@ def foreign_problem(place: Place) -> str | None:
 
 
 def manifests(place: Place) -> dict[str, Any]:
-    """Of every whole release, by name."""
+    """Of every whole release, by name; `has_vendor` says whether its wheels are still there."""
     found = {}
     for folder in _inside(place.releases):
         if is_ours(folder) and not folder.name.startswith(_HALF):
-            found[folder.name] = read_json(folder / MANIFEST)
+            found[folder.name] = {**(read_json(folder / MANIFEST) or {}), "has_vendor": (folder / "vendor").is_dir()}
     return found
 
 
@@ -137,6 +143,18 @@ def remove(folder: Path) -> None:
         shutil.rmtree(half, ignore_errors=True)
         os.rename(folder, half)
     shutil.rmtree(half, ignore_errors=True)
+
+
+def is_changed(release: Path) -> bool:
+    """Whether a file of ours in a release is another than when it was put in place: `bundle.source` over again."""
+    digest = hashlib.sha256()
+    files = [path.relative_to(release) for path in release.rglob("*") if path.is_file()]
+    sent = [path for path in files if path.parts[0] not in _NOT_SENT and "__pycache__" not in path.parts]
+    for name in sorted(map(str, sent)):
+        content = (release / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    found = digest.hexdigest()
+    return found != (read_json(release / MANIFEST) or {}).get("digest", found)
 
 
 def install(place: Place, name: str, archive: Path | None) -> bool:
@@ -319,6 +337,14 @@ def left_over(place: Place) -> list[str]:
     if is_used(place):
         return []
     return [str(path) for path in (*filter(is_ours, _inside(place.releases)), *_archives(place))]
+
+
+def being_sent(place: Place) -> list[str]:
+    """The archives that have grown within the last minute."""
+    since = time.time() - _SENDING_SECONDS
+    with contextlib.suppress(FileNotFoundError):  # taken by its transaction, in this moment
+        return [str(path) for path in _archives(place) if path.stat().st_mtime > since]
+    return []
 
 
 def _remove_empty(folder: Path) -> None:

@@ -17,13 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.host.systemd import Unit, run
+from deploy.host.systemd import Unit, last_word, run
 from kdtree_patch.service_command import Command
 
 PREFIX = "[kdtree] "
 # A start that goes on says something at least this often.
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+# For /health, which generates a token in newer releases. The same whenever it is asked: a service that is as slow after
+# a deployment as it was before it must not be waited for in vain.
+_HEALTH_SECONDS = 10.0
 # After /health: for the lines that are still on their way, and for the first answer, which may compile something.
 _LINES_SECONDS = 10.0
 _GENERATE_SECONDS = 180.0
@@ -55,9 +58,9 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(*handlers)
 
 
-def healthy(url: str, timeout: float = 5) -> bool:
+def healthy(url: str) -> bool:
     try:
-        with _opener().open(f"{url}/health", timeout=timeout) as answer:
+        with _opener().open(f"{url}/health", timeout=_HEALTH_SECONDS) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False
@@ -175,7 +178,10 @@ class Start:
                 self._check(state.invocation, state.active, state.sub, state.restarts, state.result)
                 if workers_must_serve:
                     self._check_lines()
-            well = bool(self.invocation) and healthy(self.url, timeout=2)
+            elif state.active in ("inactive", "failed") and not state.has_job:
+                said = last_word(self.unit.name)
+                raise Failed(f"{self.unit.name} was stopped and systemd does not start it again ({said})")
+            well = bool(self.invocation) and healthy(self.url)
             if well and self.unit.state().invocation == self.invocation:
                 say(f"{now - started:5.0f} s  /health answers")
                 return

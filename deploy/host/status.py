@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import look, release, service
-from deploy.host.look import Look
+from deploy.host.look import Look, Place
 from deploy.host.service import Journal
 from deploy.host.systemd import SystemdError, Unit, transactions
 from kdtree_patch.service_command import Refused
@@ -31,6 +31,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     under_way = transactions()
     for transaction in under_way:
         facts += [["under way", str(transaction)], ["says", transaction.line]]
+    if not under_way:  # whose own archive it may be
+        for path in release.being_sent(Place(Path(order["prefix"]), order["unit"])):
+            facts.append(["under way", f"{path} is being sent, or was until a minute ago"])
     unit = Unit(order["unit"])
     if not unit.exists:
         left = Look(unit, Path(order["prefix"]))
@@ -43,6 +46,9 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     is_changing = unit.name in at_work
     state = unit.state()
     facts.append(["unit", f"{unit.name}, {state.active} ({state.sub})"])
+    problem = look.drop_in_problem(seen.drop_in, seen.place)
+    if problem:  # what runs has its release elsewhere, and is no stock service
+        raise Refused(problem)
     name = look.release_of(seen.drop_in, seen.place)
     record = seen.state or {}
     if pending and is_changing:
@@ -81,7 +87,7 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     installed = {line.pid for line in journal.ours("installed ")}
     if name or installed:  # which is all there is to say of a stock service
         facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
-        facts.append(["calls", counters(journal) or "no counts yet"])
+        facts.append(["calls", counters(journal)])
     for line in [*journal.ours("declined "), *journal.ours("disabled "), *journal.ours("ERROR ")][:10]:
         facts.append(["says", line.text])
 
@@ -92,7 +98,8 @@ def _about(name: str | None, drop_in: str | None) -> str:
 
 def _left_over(seen: Look) -> list[list[str]]:
     """What lies under PREFIX although no unit runs it: of a deployment that was cut off while it was sent."""
-    what = ", ".join(release.left_over(seen.place))
+    sent = release.being_sent(seen.place)
+    what = ", ".join(path for path in release.left_over(seen.place) if path not in sent)
     return [["left over", f"{what}, which no unit uses: `make undeploy` removes it"]] if what else []
 
 
@@ -103,14 +110,15 @@ def journal_of(unit: Unit, invocation: str, pid: int) -> Journal:
 
 
 def counters(journal: Journal) -> str:
-    """The last `calls` line of each worker, added up."""
+    """The last `calls` line of each worker, added up. What has been called since then is not in it, and said so."""
     last = {line.pid: line.text for line in journal.ours("calls ")}
     total: Counter[str] = Counter()
     for text in last.values():
         for name, number in re.findall(r"(\w+)=(\d+)\b", text):
             if name != "tp_rank":
                 total[name] += int(number)
-    return " ".join(f"{name}={number}" for name, number in total.items())
+    said = " ".join(f"{name}={number}" for name, number in total.items())
+    return f"{said}, when each worker last logged them" if said else "no counts yet: the first come after 10 calls"
 
 
 def logs(order: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _UNIT = "org.freedesktop.systemd1.Unit"
 _SERVICE = "org.freedesktop.systemd1.Service"
 _OF_UNIT = (
     *("Id", "LoadState", "ActiveState", "SubState", "FragmentPath", "DropInPaths", "InvocationID", "NeedDaemonReload"),
-    *("ActiveEnterTimestamp", "StateChangeTimestamp"),
+    *("ActiveEnterTimestamp", "StateChangeTimestamp", "RefuseManualStart", "RefuseManualStop"),
 )
 _OF_SERVICE = (
     *("ExecStart", "User", "Group", "DynamicUser", "WorkingDirectory", "RootDirectory", "RootImage"),
@@ -46,8 +46,8 @@ class SystemdError(Exception):
     """systemd, or a program that talks to it, did not do what was asked; the message has its words."""
 
 
-def run(*words: str, check: bool = True, timeout: float = 60, stdin: str | None = None) -> str:
-    """Standard output of a program; SystemdError with its standard error if it fails."""
+def run(*words: str, check: bool = True, timeout: float = 60, stdin: str | None = None, both: bool = False) -> str:
+    """Standard output of a program, and standard error too with `both`; SystemdError with that one if it fails."""
     try:
         done = subprocess.run(
             words, input=stdin or "", capture_output=True, text=True, errors="replace", timeout=timeout
@@ -59,7 +59,7 @@ def run(*words: str, check: bool = True, timeout: float = 60, stdin: str | None 
     if check and done.returncode != 0:
         what = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise SystemdError(f"{' '.join(words[:2])}: {what}")
-    return done.stdout
+    return done.stdout + (done.stderr if both else "")
 
 
 def _bus(*words: str) -> list[Any]:
@@ -77,6 +77,7 @@ class State:
     restarts: int  # by systemd itself, since somebody last started it by hand
     result: str
     main_pid: int
+    has_job: bool = False  # whether systemd is about to start or stop it
 
     @property
     def is_up(self) -> bool:
@@ -118,7 +119,10 @@ class Unit:
         return self["LoadState"] == "loaded"
 
     def state(self) -> State:
-        unit = self._get(_UNIT, ("ActiveState", "SubState", "InvocationID"))
+        # One question after the other, and a restart may fall between them: with the start asked for first, the rest is
+        # never older than it. The other way round, the dead moment before a start would look like its end.
+        # And the job before the state: a unit that has none and then is not up is not on its way up.
+        unit = self._get(_UNIT, ("InvocationID", "Job", "ActiveState", "SubState"))
         service = self._get(_SERVICE, ("NRestarts", "Result", "MainPID"))
         return State(
             active=unit["ActiveState"],
@@ -127,12 +131,14 @@ class Unit:
             restarts=service["NRestarts"],
             result=service["Result"],
             main_pid=service["MainPID"],
+            has_job=unit["Job"][0] != 0,
         )
 
     @property
     def argv(self) -> list[str]:
-        """Of its one ExecStart."""
-        return list(self["ExecStart"][0][1])
+        """Of its one ExecStart, with what is really run in front: after an @, the first word is only a name."""
+        path, words = self["ExecStart"][0][:2]
+        return [path if os.path.isabs(path) else words[0], *words[1:]]
 
     @property
     def flags(self) -> list[str]:
@@ -284,7 +290,8 @@ def transactions() -> list[UnderWay]:
             continue
         token = values["Id"].removesuffix(".service")
         seconds = time.monotonic() - int(values["ExecMainStartTimestampMonotonic"]) / 1e6
-        said = run("journalctl", "--quiet", "--no-pager", "--output=cat", f"--identifier={token}", check=False)
+        of_it = (f"--identifier={token}", "_UID=0")  # anybody may log under this name
+        said = run("journalctl", "--quiet", "--no-pager", "--output=cat", *of_it, check=False)
         lines = [line.strip() for line in said.splitlines() if line.strip()]
         steps = [line.removeprefix(STEP) for line in lines if line.startswith(STEP)]
         found.append(UnderWay(values["Description"], seconds, *(part[-1] if part else "" for part in (steps, lines))))
@@ -299,6 +306,12 @@ def restart(name: str) -> None:
     """Asks for a restart and does not wait for it. A unit that has failed too often is forgiven first."""
     run("systemctl", "reset-failed", name, check=False)
     run("systemctl", "restart", "--no-block", name)
+
+
+def last_word(name: str) -> str:
+    """What systemd itself said last of a unit."""
+    words = ("journalctl", "--quiet", "--no-pager", "--output=cat", "--lines=1", "_PID=1", f"UNIT={name}")
+    return " ".join(run(*words, check=False).split())
 
 
 def stop(name: str) -> None:

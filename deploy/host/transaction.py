@@ -158,6 +158,11 @@ class Transaction:
             if release.install(place, name, archive):
                 self._new = name
             self.say(f"{place.releases / name} " + ("is in place" if self._new else "is there already"))
+            if release.is_changed(place.releases / name):
+                changed = f"{place.releases / name} has been changed by hand since it was put in place"
+                if not rolled_back:
+                    raise ReleaseError(f"{changed}: commit what is to run, which makes a release of its own")
+                self.say(f"warning: {changed}")
             command = self.command()
             text = release.drop_in_text(place.releases / name, self.seen.python_path, mode, self.unit.user.pw_uid)
             if self.is_done(name, text, command):
@@ -189,10 +194,10 @@ class Transaction:
                     self.say(f"old releases removed: {', '.join(gone)}")
             elif not self.unit.drop_in.exists():
                 release.remove_everything(place, keep_archives=True)
-        except OSError as error:  # no reason to call a confirmed deployment failed
+        except Exception as error:  # whatever it is, no reason to call a confirmed deployment failed
             self.say(f"what is not needed any more could not be removed: {error}")
         if self._new and self.outcome != "done" and (place.releases / self._new).exists():
-            self.say(f"{place.releases / self._new} stays, for another try; `make undeploy` removes it")
+            self.say(f"{place.releases / self._new} stays, for another try, and goes with the old releases")
 
     def is_done(self, name: str, text: str, command: Command) -> bool:
         state = self.seen.state or {}
@@ -410,10 +415,10 @@ class Transaction:
     def step(self, name: str) -> None:
         if name != self._step:
             self._step = name
-            print(f"{systemd.STEP}{name}", flush=True)
+            wire.line(f"{systemd.STEP}{name}")
 
     def say(self, text: str) -> None:
-        print(f"    {text}", flush=True)
+        wire.line(f"    {text}")
 
 
 def run_order(order: dict[str, Any]) -> int:

@@ -7,12 +7,15 @@ writes nothing on it, and runs `deploy.host.main` with the words that follow it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import sys
 import traceback
 from typing import Any
 
+# Of the host itself, never the service's: see docs/architecture.md.
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", "/usr/libexec/platform-python")
 LOADER = (
     "import base64,os,sys;"
     "z=os.memfd_create('kdtree');"
@@ -28,6 +31,27 @@ def say(answer: dict[str, Any]) -> None:
     """The answer of this process, as the last line of its standard output."""
     sys.stdout.flush()
     print(_ANSWER + json.dumps(answer), flush=True)
+
+
+def line(text: str) -> None:
+    """Prints one line. Some of its words are the service's: a line feed in them would begin another line, which might
+    look like an answer. And that nobody can be told, because the journal is gone, is no reason to stop half way.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), flush=True)
+
+
+def printable(text: str) -> str:
+    """Without what moves a terminal's cursor, ends a line, or cannot be encoded."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def python_in(output: str) -> str | None:
+    """The interpreter that a host has named, in its last line: a login shell may greet before it does what it is asked
+    to. Nothing else goes into a command line.
+    """
+    last = output.strip().rpartition("\n")[2].strip()
+    return last if last in PYTHONS else None
 
 
 def answer_in(output: str) -> dict[str, Any] | None:

@@ -64,8 +64,7 @@ struct Warp {
 struct Barrier {
   Site site{nullptr, 0};  // of the first warp that came
   int expected = 0, arrived = 0;
-  std::uint32_t warps = 0;    // that have come
-  std::uint32_t waiting = 0;  // those of them that wait
+  std::uint32_t warps = 0;  // that have come
   bool any = false;
   bool same_line = false;  // all must come in that very line
 };
@@ -133,7 +132,6 @@ class Block {
     main_.switch_to(current->fiber);  // comes back when all threads have returned, or at the first error
     current = nullptr;
     check_guards();
-    check_mbarriers();
     check_warpgroups();
     return report_;
   }
@@ -171,33 +169,30 @@ class Block {
     runnable_ |= 1u << thread.warp->index;
   }
 
-  // What the last lane of a warp does at a barrier of the block: the warp waits, if it means to, unless it is the one that completes it.
-  void arrive_at_barrier(Site site, Warp& warp, int id, int expected, bool value, bool same_line, bool waits = true) {
+  // What the last lane of a warp does at a barrier of the block: the warp waits, unless it is the one that completes it.
+  void arrive_at_barrier(Site site, Warp& warp, int id, int expected, bool value, bool same_line) {
     if (id < 0 || id >= kBarriers) fail(site, "there is no barrier %d", id);
     if (expected <= 0 || expected % kLanes != 0) fail(site, "barrier %d for %d threads: not a multiple of a warp", id, expected);
     if (expected > shape_.threads) fail(site, "barrier %d for %d threads: the block has %d", id, expected, shape_.threads);
     Barrier& barrier = barriers_[id];
     const bool first = barrier.arrived == 0;
     if (first) {
-      barrier = Barrier{site, expected, 0, 0, 0, false, same_line};
+      barrier = Barrier{site, expected, 0, 0, false, same_line};
     } else if (barrier.same_line != same_line || (same_line && !(barrier.site == site))) {
       fail(site, "other warps (%08x) meet barrier %d in %s, line %d", barrier.warps, id, barrier.site.primitive, barrier.site.line);
     } else if (barrier.expected != expected) {
       fail(site, "barrier %d for %d threads, but for %d at line %d", id, expected, barrier.expected, barrier.site.line);
     }
-    const std::uint32_t bit = 1u << warp.index;
-    if (barrier.warps & bit) fail(site, "the warp has come to barrier %d before, and it was not full since", id);
     races_.arrive(id, warp.index);
-    barrier.warps |= bit;
-    if (waits) barrier.waiting |= bit;
+    barrier.warps |= 1u << warp.index;
     barrier.arrived += kLanes;
     barrier.any = barrier.any || value;
-    runnable_ &= ~barrier.waiting;
+    runnable_ &= ~barrier.warps;
     if (barrier.arrived < barrier.expected) return;
-    runnable_ |= barrier.waiting;
-    races_.release(id, barrier.waiting);
+    runnable_ |= barrier.warps;
+    races_.release(id, barrier.warps);
     for (Warp& waiting : warps_) {
-      if (barrier.waiting >> waiting.index & 1) waiting.result = barrier.any;
+      if (barrier.warps >> waiting.index & 1) waiting.result = barrier.any;
     }
     barrier = Barrier();
   }
@@ -249,19 +244,13 @@ class Block {
     if (const Access* earlier = races_.write(access(kind, line), offset, size)) fail_race(kind, line, offset, *earlier);
   }
 
-  // The same for what goes through the async proxy: the wgmmas of the running warp, and copies that the running thread starts.
+  // The same for what goes through the async proxy: the wgmmas of the running warp.
   void note_wgmma_read(int line, long long offset, int size, bool check_fence) {
     const int warp = current->warp->index;
     if (const Access* earlier = races_.read_for_wgmma(access(AccessKind::kWgmma, line), warp, offset, size))
       fail_race(AccessKind::kWgmma, line, offset, *earlier);
     if (!check_fence) return;
-    if (const Access* earlier = races_.unfenced_for_warp(warp, offset, size)) fail_unfenced(AccessKind::kWgmma, line, offset, *earlier);
-  }
-  void note_bulk_write(int line, long long offset, int size) {
-    const Access* const unfenced = races_.unfenced_for_thread(current->index, offset, size);
-    const Access before = unfenced == nullptr ? Access() : *unfenced;
-    note_write(AccessKind::kBulkInFlight, line, offset, size);
-    if (unfenced != nullptr) fail_unfenced(AccessKind::kBulkInFlight, line, offset, before);
+    if (const Access* earlier = races_.unfenced(warp, offset, size)) fail_unfenced(AccessKind::kWgmma, line, offset, *earlier);
   }
 
   // Ends the launch: the threads of this block are left where they are, as nothing of theirs needs to be destroyed.
@@ -362,15 +351,6 @@ class Block {
   int registers_at_start() const {
     const int registers = kRegisters / shape_.threads / 8 * 8;
     return registers < 256 ? registers : 256;
-  }
-
-  void check_mbarriers() {
-    for (const Mbarrier& mbarrier : mbarriers_) {
-      if (mbarrier.bulk_copies.empty() || !report_.empty()) continue;
-      report_.add("block (%d,%d): bulk_copy at line %d: the block ended before anybody waited for it; ", x_, y_,
-                  mbarrier.bulk_copies.front().line);
-      mbarrier.describe(report_);
-    }
   }
 
   void check_warpgroups() {

@@ -86,8 +86,6 @@ void cp_async_wait() {
 
 inline void keep_in_register(const unsigned char*&) {}
 inline void keep_in_register(int&) {}
-template <class Value>
-void keep_until_here(Value) {}
 
 // -- ldmatrix and mma
 
@@ -95,20 +93,17 @@ namespace host {
 
 // Lanes 8i .. 8i+7 name the eight rows, of eight 16-bit elements, of matrix i. Lane l receives the elements 2(l%4) and 2(l%4)+1 of row l/4,
 // or, transposed, of column l/4; the first in the low half.
-template <int MATRICES, bool TRANSPOSED>
-void load_matrices(Site site, unsigned (&r)[MATRICES], unsigned address) {
+template <bool TRANSPOSED>
+void load_matrices(Site site, unsigned (&r)[4], unsigned address) {
   Block& block = *current->block;
+  const long long offset = block.checked_offset(site, address, 16);
+  block.note_read(AccessKind::kLdmatrix, site.line, offset, 16);
   struct Operand {
     unsigned* r;
     const unsigned char* row;
-  } operand{r, nullptr};
-  if (current->lane < MATRICES * 8) {
-    const long long offset = block.checked_offset(site, address, 16);
-    block.note_read(AccessKind::kLdmatrix, site.line, offset, 16);
-    operand.row = block.at(offset);
-  }
+  } operand{r, block.at(offset)};
   block.meet(site, operand, [](const Operands<Operand>& lanes) {
-    for (int i = 0; i < MATRICES; ++i) {
+    for (int i = 0; i < 4; ++i) {
       std::uint16_t matrix[8][8];
       for (int row = 0; row < 8; ++row) copy_bytes(matrix[row], lanes[i * 8 + row].row, 16);
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -124,13 +119,10 @@ void load_matrices(Site site, unsigned (&r)[MATRICES], unsigned address) {
 }  // namespace host
 
 inline void ldmatrix_x4(unsigned (&r)[4], unsigned address, KDTREE_HOST_LINE) {
-  host::load_matrices<4, false>({"ldmatrix_x4", line}, r, address);
+  host::load_matrices<false>({"ldmatrix_x4", line}, r, address);
 }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned address, KDTREE_HOST_LINE) {
-  host::load_matrices<4, true>({"ldmatrix_x4_trans", line}, r, address);
-}
-inline void ldmatrix_x2_trans(unsigned (&r)[2], unsigned address, KDTREE_HOST_LINE) {
-  host::load_matrices<2, true>({"ldmatrix_x2_trans", line}, r, address);
+  host::load_matrices<true>({"ldmatrix_x4_trans", line}, r, address);
 }
 
 namespace host {
@@ -219,9 +211,6 @@ inline bool barrier_sync_or(int id, int threads, bool value, KDTREE_HOST_LINE) {
 inline void __syncthreads(KDTREE_HOST_LINE) {
   host::meet_at_barrier({"__syncthreads", line}, 0, host::current->block->shape().threads, false, true);
 }
-inline int __syncthreads_or(int value, KDTREE_HOST_LINE) {
-  return host::meet_at_barrier({"__syncthreads_or", line}, 0, host::current->block->shape().threads, value != 0, true);
-}
 
 inline void __syncwarp(unsigned mask = host::kAllLanes, KDTREE_HOST_LINE) {
   host::Block& block = *host::current->block;
@@ -279,10 +268,6 @@ template <class Value>
 Value __shfl_up_sync(unsigned mask, Value value, unsigned delta, int width = 32, KDTREE_HOST_LINE) {
   return host::shuffle({"__shfl_up_sync", line}, mask, value, host::current->lane - static_cast<int>(delta), width);
 }
-template <class Value>
-Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, int width = 32, KDTREE_HOST_LINE) {
-  return host::shuffle({"__shfl_down_sync", line}, mask, value, host::current->lane + static_cast<int>(delta), width);
-}
 
 namespace host {
 
@@ -308,15 +293,12 @@ inline int __reduce_max_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
 inline int __reduce_add_sync(unsigned mask, int value, KDTREE_HOST_LINE) {
   return host::reduce({"__reduce_add_sync", line}, mask, value, [](int a, int b) { return a + b; });
 }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, KDTREE_HOST_LINE) {
+  return static_cast<unsigned>(host::reduce({"__reduce_or_sync", line}, mask, static_cast<int>(value), [](int a, int b) { return a | b; }));
+}
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {
   return host::ballot({"__ballot_sync", line}, mask, predicate != 0);
-}
-inline int __any_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {
-  return host::ballot({"__any_sync", line}, mask, predicate != 0) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate, KDTREE_HOST_LINE) {
-  return host::ballot({"__all_sync", line}, mask, predicate != 0) == host::kAllLanes;
 }
 
 // -- kernels of a stream: here, one after the other
@@ -349,7 +331,6 @@ float2 unpack2(unsigned packed) {
 }
 
 inline int __float_as_int(float x) { return static_cast<int>(host::bits_of(x)); }
-inline unsigned __float_as_uint(float x) { return host::bits_of(x); }
 inline float __int_as_float(int x) { return host::float_of(static_cast<unsigned>(x)); }
 inline float __uint_as_float(unsigned x) { return host::float_of(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -1,4 +1,4 @@
-// The primitives of Hopper (sm_90a): mbarriers, bulk copies, wgmma and what goes with them; with the same strictness as device.h, which
+// The primitives of Hopper (sm_90a): mbarriers, wgmma and what goes with them; with the same strictness as device.h, which
 // includes this at its end. Copies land when somebody waits for the phase that counts them, wgmmas are performed when somebody waits for
 // their group, both as late as the hardware may; what they will change is NaN until then.
 #pragma once
@@ -26,32 +26,22 @@ inline Mbarrier& checked_mbarrier(Site site, unsigned address) {
   return *mbarrier;
 }
 
-inline void land(const Mbarrier& mbarrier, AccessKind kind, const BulkCopy& copy) {
-  Block& block = *current->block;
-  block.races().land(mbarrier.index, kind, copy.line, copy.offset, copy.bytes, copy.thread);
-  if (copy.source == nullptr) {
-    fill_bytes(block.at(copy.offset), 0, static_cast<std::size_t>(copy.bytes));
-  } else {
-    copy_bytes(block.at(copy.offset), copy.source, static_cast<std::size_t>(copy.bytes));
-  }
-}
-
 // Goes on to the next phase if nothing is missing in this one, and if it must: copies take their time as long as nobody waits for them.
-inline void advance(Site site, Mbarrier& mbarrier) {
+inline void advance(Mbarrier& mbarrier) {
   Block& block = *current->block;
-  if (mbarrier.all_arrivals() == mbarrier.expected && mbarrier.bytes > mbarrier.expected_bytes) {
-    block.fail(site, "with all %d arrivals, the mbarrier at offset %lld expects %lld bytes, but copies of %lld were started",
-               mbarrier.expected, mbarrier.offset, mbarrier.expected_bytes, mbarrier.bytes);
-  }
-  if (!mbarrier.can_complete() || (mbarrier.has_copies() && mbarrier.waiting.empty())) return;
+  if (mbarrier.all_arrivals() != mbarrier.expected || (!mbarrier.copy_arrivals.empty() && mbarrier.waiting.empty())) return;
   for (const CopyArrival& arrival : mbarrier.copy_arrivals) {
     const int thread = arrival.thread->index;
     arrival.thread->copies.land_until(arrival.copies, [&](const AsyncCopy& copy) {
-      land(mbarrier, AccessKind::kCopyLanded, {copy.offset, copy.zeros ? nullptr : copy.source, 16, copy.line, thread});
+      block.races().land(mbarrier.index, copy.line, copy.offset, 16, thread);
+      if (copy.zeros) {
+        fill_bytes(block.at(copy.offset), 0, 16);
+      } else {
+        copy_bytes(block.at(copy.offset), copy.source, 16);
+      }
     });
     block.races().copies_arrive(mbarrier.index, thread);
   }
-  for (const BulkCopy& copy : mbarrier.bulk_copies) land(mbarrier, AccessKind::kBulkLanded, copy);
   block.races().complete(mbarrier.index);
   for (Thread* thread : mbarrier.waiting) block.wake(*thread);
   mbarrier.begin_next_phase();
@@ -61,17 +51,6 @@ inline void check_room_for_arrival(Site site, const Mbarrier& mbarrier) {
   if (mbarrier.all_arrivals() < mbarrier.expected) return;
   current->block->fail(site, "the mbarrier at offset %lld has had all %d arrivals of phase %u, whose copies nobody has waited for",
                        mbarrier.offset, mbarrier.expected, mbarrier.phase);
-}
-
-inline void arrive(Site site, unsigned address, int bytes) {
-  Mbarrier& mbarrier = checked_mbarrier(site, address);
-  check_room_for_arrival(site, mbarrier);
-  mbarrier.expected_bytes += bytes;
-  if (bytes < 0 || mbarrier.expected_bytes > Mbarrier::kMostBytes)
-    current->block->fail(site, "%d bytes: an mbarrier counts 0 to %lld", bytes, Mbarrier::kMostBytes);
-  current->block->races().arrive_alone(mbarrier.index, current->index);
-  ++mbarrier.arrived;
-  advance(site, mbarrier);
 }
 
 }  // namespace host
@@ -87,23 +66,21 @@ inline void mbarrier_init(unsigned mbarrier, int arrivals, KDTREE_HOST_LINE) {
   if (block.mbarriers().full()) block.fail(site, "more than %d mbarriers", host::Mbarriers::kMost);
   host::Mbarrier& added = block.mbarriers().add(offset);
   added.line = line;
-  added.thread = host::current->index;
   added.expected = arrivals;
   host::fill_bytes(block.at(offset), host::Mbarrier::kOpaque, host::Mbarrier::kBytes);
   block.note_write(host::AccessKind::kMbarrierInit, line, offset, host::Mbarrier::kBytes);
 }
 
-// Without it, the copies of others need not know that the mbarriers were initialised.
-inline void mbarrier_fence_init() {
-  for (host::Mbarrier& mbarrier : host::current->block->mbarriers()) {
-    if (mbarrier.thread == host::current->index) mbarrier.fenced = true;
-  }
-}
+// For other blocks of a cluster and for the async proxy, neither of which has to do with mbarriers here.
+inline void mbarrier_fence_init() {}
 
-inline void mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) { host::arrive({"mbarrier_arrive", line}, mbarrier, 0); }
-
-inline void mbarrier_arrive_expect(unsigned mbarrier, int bytes, KDTREE_HOST_LINE) {
-  host::arrive({"mbarrier_arrive_expect", line}, mbarrier, bytes);
+inline void mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) {
+  const host::Site site{"mbarrier_arrive", line};
+  host::Mbarrier& arrived = host::checked_mbarrier(site, mbarrier);
+  host::check_room_for_arrival(site, arrived);
+  host::current->block->races().arrive_alone(arrived.index, host::current->index);
+  ++arrived.arrived;
+  host::advance(arrived);
 }
 
 // Waits until the phase of that parity is complete: the one before the present phase is, the present one is not.
@@ -115,7 +92,7 @@ inline void mbarrier_wait(unsigned mbarrier, int parity, KDTREE_HOST_LINE) {
   const std::uint32_t phase = waited.phase;
   if (static_cast<int>(phase & 1) == parity) {
     waited.waiting.push_back(host::current);
-    host::advance(site, waited);
+    host::advance(waited);
     if (waited.phase == phase) block.sleep(site);
     // It tries again and again, and may have been elsewhere in the meantime.
     if (waited.phase != phase + 1) block.fail(site, "phase %u was complete, and so was the next one before this thread had seen it", phase);
@@ -129,42 +106,13 @@ inline void cp_async_mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) {
   host::Mbarrier& arrived = host::checked_mbarrier(site, mbarrier);
   host::check_room_for_arrival(site, arrived);
   arrived.copy_arrivals.push_back({host::current, host::current->copies.started()});
-  host::advance(site, arrived);
+  host::advance(arrived);
 }
 
-inline void bulk_copy(unsigned target, const void* source, int bytes, unsigned mbarrier, KDTREE_HOST_LINE) {
-  host::Block& block = *host::current->block;
-  const host::Site site{"bulk_copy", line};
-  if (bytes <= 0 || bytes % 16 != 0) block.fail(site, "%d bytes: must be a multiple of 16", bytes);
-  const long long offset = block.checked_offset(site, target, bytes, 16);
-  if (reinterpret_cast<std::uintptr_t>(source) % 16 != 0) block.fail(site, "source %p is not a multiple of 16", source);
-  host::Mbarrier& counting = host::checked_mbarrier(site, mbarrier);
-  if (!counting.fenced)
-    block.fail(site, "the mbarrier at offset %lld was initialised at line %d without mbarrier_fence_init", counting.offset, counting.line);
-  block.note_bulk_write(line, offset, bytes);
-  host::fill_bytes(block.at(offset), host::kPoison, static_cast<std::size_t>(bytes));
-  counting.bulk_copies.push_back({offset, source, bytes, line, host::current->index});
-  counting.bytes += bytes;
-  host::advance(site, counting);
-}
-
-// Between writes of threads, or of their cp.asyncs, and their use by wgmma or bulk_copy.
+// Between writes of threads, or of their cp.asyncs, and their use by wgmma.
 inline void fence_proxy_async() { host::current->block->races().fence(host::current->index); }
 
 // -- within a warp
-
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value, KDTREE_HOST_LINE) {
-  host::Block& block = *host::current->block;
-  const host::Site site{"__reduce_or_sync", line};
-  if (mask != host::kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
-  host::Warp& warp = *host::current->warp;
-  block.meet(site, value, [&warp](const host::Operands<unsigned>& lanes) {
-    unsigned bits = 0;
-    for (int lane = 0; lane < host::kLanes; ++lane) bits |= lanes[lane];
-    warp.result = static_cast<int>(bits);
-  });
-  return static_cast<unsigned>(warp.result);
-}
 
 // An 8 x 8 matrix of 16-bit numbers, of which a lane has row lane / 4 and columns lane % 4 * 2 and the next: transposed.
 inline unsigned movmatrix_trans(unsigned a, KDTREE_HOST_LINE) {
@@ -179,22 +127,6 @@ inline unsigned movmatrix_trans(unsigned a, KDTREE_HOST_LINE) {
     }
   });
   return operand.taken;
-}
-
-// -- barriers that a warp need not wait at
-
-inline void barrier_arrive(int id, int threads, KDTREE_HOST_LINE) {
-  struct Operand {
-    int id, threads;
-  } operand{id, threads};
-  host::Block& block = *host::current->block;
-  const host::Site site{"barrier_arrive", line};
-  block.meet(site, operand, [&](const host::Operands<Operand>& lanes) {
-    for (int lane = 0; lane < host::kLanes; ++lane) {
-      if (lanes[lane].id != id || lanes[lane].threads != threads) block.fail(site, "the lanes of a warp name different barriers or counts");
-    }
-    block.arrive_at_barrier(site, *host::current->warp, id, threads, false, false, false);
-  });
 }
 
 // -- what a warpgroup does

@@ -14,14 +14,6 @@ namespace host {
 
 struct Thread;
 
-struct BulkCopy {
-  long long offset;  // of the destination in shared memory
-  const void* source;
-  int bytes;
-  int line;  // of the kernel's source
-  int thread;
-};
-
 // The arrival of a thread's cp.asyncs: of the first `copies` that it has started.
 struct CopyArrival {
   Thread* thread;
@@ -30,42 +22,32 @@ struct CopyArrival {
 
 struct Mbarrier {
   static constexpr int kMostArrivals = (1 << 20) - 1;
-  static constexpr long long kMostBytes = (1 << 20) - 1;
   static constexpr int kBytes = 8;
   static constexpr unsigned char kOpaque = 0xb7;  // what shared memory has in its place
 
   int index = 0;
   long long offset = 0;  // in shared memory
   int line = 0;          // of its initialisation
-  int thread = 0;        // which initialised it
-  bool fenced = false;   // so that the async proxy knows of it
 
   int expected = 0;         // arrivals in each phase
   std::uint32_t phase = 0;  // how many are complete
   int arrived = 0;
-  long long expected_bytes = 0, bytes = 0;  // bytes: of `bulk_copies`
   std::vector<CopyArrival> copy_arrivals;
-  std::vector<BulkCopy> bulk_copies;
   std::vector<Thread*> waiting;  // for the end of this phase
 
   int all_arrivals() const { return arrived + static_cast<int>(copy_arrivals.size()); }
-  bool can_complete() const { return all_arrivals() == expected && bytes == expected_bytes; }
-  bool has_copies() const { return !copy_arrivals.empty() || !bulk_copies.empty(); }
 
   // After the copies have landed and the waiting threads were told.
   void begin_next_phase() {
     ++phase;
     arrived = 0;
-    expected_bytes = bytes = 0;
     copy_arrivals.clear();
-    bulk_copies.clear();
     waiting.clear();
   }
 
   void describe(Report& report) const {
     report.add("mbarrier at offset %lld (line %d), phase %u: %d of %d arrivals", offset, line, phase, all_arrivals(), expected);
     if (!copy_arrivals.empty()) report.add(" (%d by cp.async)", static_cast<int>(copy_arrivals.size()));
-    report.add(", copies of %lld of %lld bytes", bytes, expected_bytes);
   }
 };
 

@@ -21,25 +21,11 @@
 
 namespace host {
 
-enum class AccessKind : std::uint8_t {
-  kLoad,
-  kStore,
-  kLdmatrix,
-  kCopyInFlight,
-  kCopyLanded,
-  kBulkInFlight,
-  kBulkLanded,
-  kWgmma,
-  kMbarrierInit,
-  kMbarrier
-};
+enum class AccessKind : std::uint8_t { kLoad, kStore, kLdmatrix, kCopyInFlight, kCopyLanded, kWgmma, kMbarrierInit, kMbarrier };
 
 // For messages; a line number follows.
-constexpr const char* kAccessNames[] = {"load after line",       "store after line",
-                                        "ldmatrix at line",      "cp.async in flight of line",
-                                        "cp.async of line",      "bulk copy in flight of line",
-                                        "bulk copy of line",     "wgmma at line",
-                                        "mbarrier_init at line", "use of the mbarrier at line"};
+constexpr const char* kAccessNames[] = {"load after line",  "store after line", "ldmatrix at line",      "cp.async in flight of line",
+                                        "cp.async of line", "wgmma at line",    "mbarrier_init at line", "use of the mbarrier at line"};
 
 struct Access {
   std::uint32_t time = 0;    // of the clock of its thread
@@ -130,14 +116,14 @@ class Races {
     raise(arriving[warps_ + thread], own_landings_[at(thread)]);
   }
 
-  void land(int mbarrier, AccessKind kind, int line, long long offset, int size, int thread) {
+  void land(int mbarrier, int line, long long offset, int size, int thread) {
     use_single();
     Access access;
     access.time = clocks_[at(threads_ + mbarrier)];
     access.line = line;
     access.thread = static_cast<std::uint16_t>(threads_ + mbarrier);
     access.bytes = 15;
-    access.kind = kind;
+    access.kind = AccessKind::kCopyLanded;
     // The record of the copy in flight has kept everybody away since it was started.
     std::fill_n(writes_.begin() + static_cast<std::ptrdiff_t>(offset / 4), size / 4, access);
     row(landings_, thread, mbarriers_)[mbarrier] = access.time;
@@ -216,15 +202,26 @@ class Races {
   }
 
   // The last write of these words that the async proxy may not see yet, or null: one through the generic proxy, with no fence on the way to
-  // who uses it: by who wrote before it told others, by who uses it (all lanes of the warp, or the thread) after it was told, or, of what
+  // who uses it: by who wrote before it told others, by all lanes of the warp after they were told, or, of what
   // cp.async has written, by a thread that has waited for it and then told who uses it.
-  const Access* unfenced_for_warp(int warp, long long offset, int size) {
-    return unfenced(offset, size, {warp, nullptr}, -1, [&] { return fenced_of(warp); });
-  }
-  const Access* unfenced_for_thread(int thread, long long offset, int size) {
-    const bool fenced = fenced_lanes_[at(thread / 32)] >> thread % 32 & 1;
-    return unfenced(offset, size, {thread / 32, alone(thread) ? row(told_, thread) : nullptr}, thread,
-                    [&] { return fenced ? row(fenced_, thread) : nullptr; });
+  const Access* unfenced(int warp, long long offset, int size) {
+    const Actor actor{warp, nullptr};
+    for (long long word = offset / 4, end = (offset + size + 3) / 4; word < end; ++word) {
+      const Access& write = writes_[static_cast<std::size_t>(word)];
+      if ((write.kind != AccessKind::kStore && write.kind != AccessKind::kCopyLanded) || write.time < start_) continue;
+      const int thread = write.thread;
+      if (thread < threads_) {
+        const std::vector<std::uint32_t>& fences = fences_[at(thread)];
+        const auto fence = std::lower_bound(fences.begin(), fences.end(), write.time);
+        if (fence != fences.end() && *fence < time_known(thread, thread / 32, actor)) continue;
+      }
+      const std::uint32_t* const fenced = fenced_of(warp);
+      if (fenced != nullptr && ((thread < threads_ && write.time <= fenced[thread / 32]) || write.time <= fenced[warps_ + thread]))
+        continue;
+      if (is_between(thread, threads_, threads_ + mbarriers_) && fenced_on_the_way(thread - threads_, write.time, actor)) continue;
+      return &write;
+    }
+    return nullptr;
   }
 
   // For messages: whether this Access.thread is the agent of the mbarrier or of the warp of that number.
@@ -347,8 +344,7 @@ class Races {
 
   // Its own thread, too, must wait for a copy.
   bool overtakes_copy(const Access& earlier, const Access& access) const {
-    return (earlier.kind == AccessKind::kCopyInFlight || earlier.kind == AccessKind::kBulkInFlight) && (earlier.bytes & access.bytes) &&
-           earlier.time >= start_;
+    return earlier.kind == AccessKind::kCopyInFlight && (earlier.bytes & access.bytes) && earlier.time >= start_;
   }
 
   // What all lanes of the warp knew when each of them fenced last; null if some lane never did.
@@ -362,26 +358,6 @@ class Races {
       fences_changed_[at(warp)] = false;
     }
     return common;
-  }
-
-  template <class FencedTimes>
-  const Access* unfenced(long long offset, int size, Actor actor, int self, FencedTimes fenced_times) {
-    for (long long word = offset / 4, end = (offset + size + 3) / 4; word < end; ++word) {
-      const Access& write = writes_[static_cast<std::size_t>(word)];
-      if ((write.kind != AccessKind::kStore && write.kind != AccessKind::kCopyLanded) || write.time < start_) continue;
-      const int thread = write.thread, warp = thread / 32;
-      if (thread < threads_) {
-        const std::uint32_t known = thread == self ? clocks_[at(thread)] : time_known(thread, warp, actor);
-        const std::vector<std::uint32_t>& fences = fences_[at(thread)];
-        const auto fence = std::lower_bound(fences.begin(), fences.end(), write.time);
-        if (fence != fences.end() && *fence < known) continue;
-      }
-      const std::uint32_t* const fenced = fenced_times();
-      if (fenced != nullptr && ((thread < threads_ && write.time <= fenced[warp]) || write.time <= fenced[warps_ + thread])) continue;
-      if (is_between(thread, threads_, threads_ + mbarriers_) && fenced_on_the_way(thread - threads_, write.time, actor)) continue;
-      return &write;
-    }
-    return nullptr;
   }
 
   // Whether some thread that the actor has heard of fenced when it knew that this copy, of an mbarrier, had landed.

@@ -58,55 +58,33 @@ MULTIPLY(5)
 MULTIPLY(8)
 MULTIPLY(9)
 
-// -- who must wait for whom
+// In: a word a lane, of an 8 x 8 matrix of 16-bit numbers. Out: the same of the transposed one.
+extern "C" __global__ void movmatrix(const VerifyParams p) {
+  ((unsigned*)p.out)[threadIdx.x] = movmatrix_trans(((const unsigned*)p.in)[threadIdx.x]);
+}
 
-// Tiles of 2 KB through two stages by bulk copies: one warp copies, four read, each thread what its neighbour's 16 bytes are: out = in,
-// rotated by one thread within a tile. arguments[0]: tiles. arguments[1]: what is wrong.
-extern "C" __global__ void bulk_pipeline(const VerifyParams p) {
-  KDTREE_DYNAMIC_SHARED(shared);
-  const int tiles = p.arguments[0], fault = p.arguments[1], lane = threadIdx.x % 32;
-  const unsigned full = shared_address(shared), empty = full + 16, stages = full + 128;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 1), mbarrier_init(empty + stage * 8, fault == 7 ? 4 : 128);
-    mbarrier_fence_init();
-  }
-  if (fault != 1) __syncthreads();
-  if (threadIdx.x >= 128) {
-    if (lane != 0) return;
-    for (int tile = 0; tile < tiles; tile++) {
-      const int stage = tile % 2, round = tile / 2;
-      if (fault != 2) mbarrier_wait(empty + stage * 8, (round & 1) ^ 1);
-      mbarrier_arrive_expect(full + stage * 8, 2048);
-      bulk_copy(stages + stage * 2048, p.in + tile * 2048, 1024, full + stage * 8);
-      bulk_copy(stages + stage * 2048 + 1024, p.in + tile * 2048 + 1024, 1024, full + stage * 8);
-    }
-    return;
-  }
-  const int neighbour = (threadIdx.x + 1) % 128;
-  for (int tile = 0; tile < tiles; tile++) {
-    const int stage = tile % 2, round = tile / 2;
-    if (fault != 3 && (fault != 4 || lane == 0)) mbarrier_wait(full + stage * 8, round & 1);
-    if (fault == 5) mbarrier_arrive(empty + stage * 8);
-    const int4 value = *(const int4*)(shared + 128 + stage * 2048 + neighbour * 16);
-    ((int4*)p.out)[tile * 128 + threadIdx.x] = value;
-    if (fault == 7) {  // one lane for all, although not all may be done
-      if (lane == 0) mbarrier_arrive(empty + stage * 8);
-    } else if (fault != 5) {
-      mbarrier_arrive(empty + stage * 8);
-    }
+// In: an int a thread, several for the block's two groups of 64 threads. Out: whether one of the group's is not zero; each round has a
+// number of its own, and a barrier of the group's own. arguments[0]: rounds.
+extern "C" __global__ void vote(const VerifyParams p) {
+  for (int round = 0; round < p.arguments[0]; round++) {
+    const int i = round * blockDim.x + threadIdx.x;
+    ((int*)p.out)[i] = barrier_sync_or(1 + threadIdx.x / 64, 64, ((const int*)p.in)[i] != 0);
   }
 }
 
-// The same with cp.async by 64 threads, whose arrivals the mbarrier counts when the copies have landed.
+// -- who must wait for whom
+
+// Tiles of 2 KB through two stages: 64 threads copy by cp.async, 64 read, each what begins 16 bytes after the 32 that it would have copied:
+// out = in, rotated by 16 bytes within a tile. arguments[0]: tiles. arguments[1]: what is wrong.
 extern "C" __global__ void copy_pipeline(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int tiles = p.arguments[0], fault = p.arguments[1];
   const unsigned full = shared_address(shared), empty = full + 16, stages = full + 128;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 64), mbarrier_init(empty + stage * 8, 64);
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 64), mbarrier_init(empty + stage * 8, fault == 8 ? 2 : 64);
     mbarrier_fence_init();
   }
-  __syncthreads();
+  if (fault != 9) __syncthreads();
   const int member = threadIdx.x % 64;
   if (threadIdx.x >= 64) {
     for (int tile = 0; tile < tiles; tile++) {
@@ -117,7 +95,7 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
       if (fault == 4) cp_async_mbarrier_arrive(full + stage * 8);
       cp_async_16(target + 16, p.in + tile * 2048 + member * 32 + 16, 16);
       if (fault == 1) mbarrier_arrive(full + stage * 8);  // says that they have landed, which they need not
-      if (fault == 0 || fault == 2 || fault == 3) cp_async_mbarrier_arrive(full + stage * 8);
+      if (fault == 0 || fault == 2 || fault == 3 || fault >= 7) cp_async_mbarrier_arrive(full + stage * 8);
       if (fault == 5) {  // right, too
         cp_async_commit();
         cp_async_wait<0>();
@@ -134,25 +112,30 @@ extern "C" __global__ void copy_pipeline(const VerifyParams p) {
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % 2, round = tile / 2;
     if (fault != 3) mbarrier_wait(full + stage * 8, round & 1);
+    if (fault == 7) mbarrier_arrive(empty + stage * 8);
     for (int half = 0; half < 2; half++) {
       const int from = (member * 2 + half + 1) % 128;
       const int4 value = *(const int4*)(shared + 128 + stage * 2048 + from * 16);
       ((int4*)p.out)[tile * 128 + member * 2 + half] = value;
     }
-    mbarrier_arrive(empty + stage * 8);
+    if (fault == 8) {  // one lane for all, although not all may be done
+      if (member % 32 == 0) mbarrier_arrive(empty + stage * 8);
+    } else if (fault != 7) {
+      mbarrier_arrive(empty + stage * 8);
+    }
   }
 }
 
 // out (64 x 64) = the sum over tiles of A (64 x 64) * B (64 x 64), which come as they lie in shared memory, K-major and swizzled, 8 KB
-// each; two stages. Threads 128 .. 255 copy by cp.async, or thread 256 in bulk; the block has 384. arguments[0]: tiles; [1]: in bulk; [2]:
-// what is wrong. In 5 and 6 threads 256 .. 383 wait for the copies and pass the word on.
+// each; two stages. Threads 128 .. 255 copy by cp.async; the block has 384. arguments[0]: tiles; [1]: what is wrong. In 8 and 9 threads 256
+// .. 383 wait for the copies and pass the word on.
 extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
-  const int tiles = p.arguments[0], bulk = p.arguments[1], fault = p.arguments[2], lane = threadIdx.x % 32;
+  const int tiles = p.arguments[0], fault = p.arguments[1], lane = threadIdx.x % 32;
   unsigned char* s_stages = aligned(shared);
   const unsigned stages = shared_address(s_stages), full = stages + 2 * 16384, empty = full + 16, passed_on = full + 32;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, bulk ? 1 : 128), mbarrier_init(empty + stage * 8, 4);
+    for (int stage = 0; stage < 2; stage++) mbarrier_init(full + stage * 8, 128), mbarrier_init(empty + stage * 8, 4);
     for (int stage = 0; stage < 2; stage++) mbarrier_init(passed_on + stage * 8, 128);
     mbarrier_fence_init();
   }
@@ -165,20 +148,11 @@ extern "C" __global__ void wgmma_pipeline(const VerifyParams p) {
         if (fault == 8) fence_proxy_async();  // right: between the copies and who uses them
         mbarrier_arrive(passed_on + tile % 2 * 8);
       }
-      return;
-    }
-    if (threadIdx.x != 256 || !bulk) return;
-    for (int tile = 0; tile < tiles; tile++) {
-      const unsigned mbarrier = full + tile % 2 * 8;
-      mbarrier_wait(empty + tile % 2 * 8, (tile / 2 & 1) ^ 1);
-      mbarrier_arrive_expect(mbarrier, 16384);
-      bulk_copy(stages + tile % 2 * 16384, p.in + tile * 16384, 16384, mbarrier);
     }
     return;
   }
   if (threadIdx.x >= 128) {
     set_max_registers_down<96>();
-    if (bulk) return;
     for (int tile = 0; tile < tiles; tile++) {
       mbarrier_wait(empty + tile % 2 * 8, (tile / 2 & 1) ^ 1);
       for (int i = threadIdx.x - 128; i < 1024; i += 128) cp_async_16(stages + tile % 2 * 16384 + i * 16, p.in + tile * 16384 + i * 16, 16);
@@ -248,28 +222,6 @@ extern "C" __global__ void wgmma_of_stores(const VerifyParams p) {
   if (fault == 6) wgmma_wait<0>();
 }
 
-// Two warps hand numbers over: each waits at its own barrier and only arrives at the other's. arguments[0]: the reader arrives before it
-// reads.
-extern "C" __global__ void hand_over(const VerifyParams p) {
-  KDTREE_DYNAMIC_SHARED(shared);
-  float* s_value = (float*)shared;
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x < 32) {
-    for (int round = 0; round < 4; round++) {
-      s_value[lane] = ((const float*)p.in)[round * 32 + lane];
-      barrier_arrive(1, 64);
-      barrier_sync(2, 64);
-    }
-  } else {
-    for (int round = 0; round < 4; round++) {
-      barrier_sync(1, 64);
-      if (p.arguments[0]) barrier_arrive(2, 64);
-      ((float*)p.out)[round * 32 + lane] = s_value[lane ^ 1];
-      if (!p.arguments[0]) barrier_arrive(2, 64);
-    }
-  }
-}
-
 // A wait that returns at once, and phases in turn: out: how far each step came.
 extern "C" __global__ void parities(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
@@ -287,25 +239,6 @@ extern "C" __global__ void parities(const VerifyParams p) {
     __syncwarp();
   }
   ((int*)p.out)[threadIdx.x] = seen;
-}
-
-// In bulk over what was stored before; arguments[0]: 1 leaves out the fence, 2 reads without waiting.
-extern "C" __global__ void bulk_over_stores(const VerifyParams p) {
-  KDTREE_DYNAMIC_SHARED(shared);
-  const unsigned mbarrier = shared_address(shared);
-  if (threadIdx.x == 0) mbarrier_init(mbarrier, 1), mbarrier_fence_init();
-  ((float*)(shared + 128))[threadIdx.x] = 1.f;
-  if (p.arguments[0] != 1) fence_proxy_async();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    mbarrier_arrive_expect(mbarrier, 128);
-    bulk_copy(mbarrier + 128, p.in, 128, mbarrier);
-  }
-  __syncwarp();
-  if (p.arguments[0] != 2) mbarrier_wait(mbarrier, 0);
-  ((float*)p.out)[threadIdx.x] = ((float*)(shared + 128))[threadIdx.x];
-  __syncwarp();
-  mbarrier_wait(mbarrier, 0);
 }
 
 // -- what is refused
@@ -340,118 +273,105 @@ extern "C" __global__ void misuse(const VerifyParams p) {
       if (first) mbarrier_arrive(base), mbarrier_wait(base, 0);
       break;
     case 6:
-      if (first) mbarrier_arrive_expect(base + 8, 32), mbarrier_arrive(base + 8);
+      if (first) cp_async_mbarrier_arrive(base + 8), mbarrier_arrive(base + 8);
       break;
     case 7:
-      if (first) bulk_copy(base + 40, p.in, 16, base + 8);
-      break;
-    case 8:
-      if (first) bulk_copy(base + 48, p.in, 24, base + 8);
-      break;
-    case 9:
-      if (first) bulk_copy(base + 48, p.in + 8, 16, base + 8);
-      break;
-    case 10:
-      if (first) bulk_copy(base + 16384, p.in, 16, base + 8);
-      break;
-    case 11:
-      if (first) bulk_copy(base + 48, p.in, 48, base + 8), mbarrier_arrive_expect(base + 8, 32);
-      break;
-    case 12:
-      if (first) mbarrier_init(base + 16, 1), bulk_copy(base + 48, p.in, 16, base + 16);
-      break;
-    case 13:
-      if (first) mbarrier_arrive_expect(base + 8, 16), bulk_copy(base + 48, p.in, 16, base + 8);
-      break;
-    case 14:
       if (first) *(int*)(shared + 8) = 0, mbarrier_arrive(base + 8);
       break;
-    case 15:
-      if (first) mbarrier_arrive_expect(base + 8, -16);
-      break;
-    case 16:
+    case 8:
       if (first) cp_async_mbarrier_arrive(base + 8), cp_async_mbarrier_arrive(base + 8);
       break;
-    case 17:
-      if (first) bulk_copy(base + 48, p.in, 16, base + 8), bulk_copy(base + 48, p.in, 16, base + 8);
-      break;
-    case 18:
-      if (warp == 0) barrier_arrive(1, 64), barrier_arrive(1, 64);
-      break;
-    case 19:
+    case 9:
       if (warp == 0) barrier_sync(3, 64);
       break;
-    case 20:
+    case 10:
       set_max_registers_up<24>();
       break;
-    case 21:
+    case 11:
       if (warp < 4) set_max_registers_up<256>();
       break;
-    case 22:
+    case 12:
       if (warp >= 4) set_max_registers_down<40>();
       break;
-    case 23:
+    case 13:
       if (warp < 4) wgmma_m64k16<Bf16, 1, false>(d, good, good);
       break;
-    case 24:
+    case 14:
       if (warp < 4) {
         wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + (warp == 2 ? 2 : 0)), wgmma_commit();
         wgmma_wait<0>();
       }
       break;
-    case 25:
+    case 15:
       if (warp < 4 && warp != 2) wgmma_fence();
       break;
-    case 26:
+    case 16:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good | 1 << 14, good);
       break;
-    case 27:
+    case 17:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good ^ 3ull << 62);
       break;
-    case 28:
+    case 18:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good + 8, good);
       break;
-    case 29:
+    case 19:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + 7);
       break;
-    case 30:
+    case 20:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good + (1ull << 32), good);
       break;
-    case 31:
+    case 21:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + 1024);
       break;
-    case 32:
+    case 22:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good + threadIdx.x % 2 * 2);
       break;
-    case 33:
+    case 23:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good);
       break;
-    case 34:
+    case 24:
       if (warp < 4) {
         wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit(), d[0][1] = 0.f;
         wgmma_wait<0>();
       }
       break;
-    case 35:
+    case 25:
       if (warp < 4) {
         wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit(), wgmma_wait<0>();
         d[0][0] = 1.f;
         wgmma_m64k16<Bf16, 1, false>(d, good, good);
       }
       break;
-    case 36:
+    case 26:
       if (warp < 4) wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good ^ 1ull << 49, good);
       break;
-    case 37:
+    case 27:
       if (warp < 4) {
         wgmma_fence(), wgmma_m64k16<Bf16, 1, false>(d, good, good), wgmma_commit();
         wgmma_m64k16<Bf16, 1, false>(other, good, good), wgmma_wait<0>();
       }
       break;
-    case 38:
+    case 28:
       if (first) mbarrier_wait(base, 0);
       if (threadIdx.x == 32) {
         for (int i = 0; i < 4; i++) mbarrier_arrive(base);
+      }
+      break;
+    case 29:
+      if (warp == 0) movmatrix_trans(threadIdx.x), barrier_sync_or(1, 48, true);
+      break;
+    case 30:
+      if (first) {
+        movmatrix_trans(1);
+      } else {
+        movmatrix_trans(2);
+      }
+      break;
+    case 31:
+      if (warp == 0) {
+        barrier_sync_or(1, 64, true);
+      } else if (warp == 1) {
+        barrier_sync(1, 64);
       }
       break;
   }
@@ -480,6 +400,6 @@ extern "C" __global__ void busy(const VerifyParams p) {
   X(wgmma_bf16_##tiles) X(wgmma_fp16_##tiles) X(wgmma_bf16_##tiles##_transposed) X(wgmma_fp16_##tiles##_transposed)
 #define KDTREE_FOR_EACH_KERNEL(X)                                                                               \
   KDTREE_HOST_MULTIPLY(X, 1) KDTREE_HOST_MULTIPLY(X, 2) KDTREE_HOST_MULTIPLY(X, 5) KDTREE_HOST_MULTIPLY(X, 8)   \
-  KDTREE_HOST_MULTIPLY(X, 9) X(bulk_pipeline) X(copy_pipeline) X(wgmma_pipeline) X(wgmma_of_stores) X(hand_over) \
-  X(parities) X(bulk_over_stores) X(misuse) X(busy)
+  KDTREE_HOST_MULTIPLY(X, 9) X(movmatrix) X(vote) X(copy_pipeline) X(wgmma_pipeline) X(wgmma_of_stores) \
+  X(parities) X(misuse) X(busy)
 // clang-format on

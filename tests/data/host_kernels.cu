@@ -20,25 +20,24 @@ static_assert(sizeof(float4) == 16 && alignof(float4) == 16 && alignof(int4) == 
 // Each thread writes its indices and sizes, and the address of shared memory.
 extern "C" __global__ void __launch_bounds__(64, 1) indices(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
+  launch_dependents(), wait_for_kernel_before();  // nothing: here a stream has one kernel at a time
   const int block = blockIdx.y * gridDim.x + blockIdx.x;
   int* out = (int*)p.out + (block * blockDim.x + threadIdx.x) * 8;
   out[0] = threadIdx.x, out[1] = blockIdx.x, out[2] = blockIdx.y, out[3] = blockDim.x, out[4] = gridDim.x, out[5] = gridDim.y;
   out[6] = shared_address(shared), out[7] = min(3, max(-4, -5));
 }
 
-// In: 32 offsets, then the contents of shared memory. Out: four, four and two registers a lane.
+// In: 32 offsets, then the contents of shared memory. Out: four and four registers a lane.
 extern "C" __global__ void ldmatrix(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   for (int i = threadIdx.x; i < p.arguments[0]; i += 32) shared[i] = p.in[128 + i];
   __syncthreads();
   const unsigned address = shared_address(shared) + __ldg((const int*)p.in + threadIdx.x);
-  unsigned r[4], transposed[4], two[2];
+  unsigned r[4], transposed[4];
   ldmatrix_x4(r, address);
   ldmatrix_x4_trans(transposed, address);
-  ldmatrix_x2_trans(two, threadIdx.x < 16 ? address : 0);  // the other half of the warp names no rows
-  unsigned* out = (unsigned*)p.out + threadIdx.x * 10;
+  unsigned* out = (unsigned*)p.out + threadIdx.x * 8;
   for (int i = 0; i < 4; i++) out[i] = r[i], out[4 + i] = transposed[i];
-  for (int i = 0; i < 2; i++) out[8 + i] = two[i];
 }
 
 // In, a lane: a (4 words), b (2), c (4). Out: c.
@@ -54,16 +53,16 @@ __device__ __forceinline__ void multiply(const VerifyParams& p) {
 extern "C" __global__ void mma_bf16(const VerifyParams p) { multiply<Bf16>(p); }
 extern "C" __global__ void mma_fp16(const VerifyParams p) { multiply<Fp16>(p); }
 
-// In: floats. Out, for each: bits, the pair (x, -x), its low and its high half as floats, 2^x.
+// In: floats. Out, for each: bits, the pair (x, -x), its low and its high half as floats, 2^x, 1 / x.
 template <class Element>
 __device__ __forceinline__ void convert(const VerifyParams& p) {
   for (int i = threadIdx.x; i < p.arguments[0]; i += blockDim.x) {
     const float x = ((const float*)p.in)[i];
-    unsigned* out = (unsigned*)p.out + i * 5;
+    unsigned* out = (unsigned*)p.out + i * 6;
     const unsigned pair = pack2<Element>(x, -x);
     const float2 back = unpack2<Element>(pair);
-    out[0] = to_bits<Element>(x), out[1] = pair, out[2] = __float_as_uint(back.x), out[3] = __float_as_uint(back.y);
-    out[4] = (unsigned)__float_as_int(exp2_approx(x));
+    out[0] = to_bits<Element>(x), out[1] = pair, out[2] = (unsigned)__float_as_int(back.x), out[3] = (unsigned)__float_as_int(back.y);
+    out[4] = (unsigned)__float_as_int(exp2_approx(x)), out[5] = (unsigned)__float_as_int(reciprocal_approx(x));
   }
 }
 extern "C" __global__ void convert_bf16(const VerifyParams p) { convert<Bf16>(p); }
@@ -72,22 +71,19 @@ extern "C" __global__ void convert_fp16(const VerifyParams p) { convert<Fp16>(p)
 // In: an int a thread. Out: what each collective makes of it.
 extern "C" __global__ void collectives(const VerifyParams p) {
   const int lane = threadIdx.x & 31, x = ((const int*)p.in)[threadIdx.x];
-  int* out = (int*)p.out + threadIdx.x * 14;
+  int* out = (int*)p.out + threadIdx.x * 11;
   out[0] = __shfl_sync(~0u, x, lane * 7);
   out[1] = __shfl_xor_sync(~0u, x, 5);
   out[2] = __shfl_up_sync(~0u, x, 3);
-  out[3] = __shfl_down_sync(~0u, x, 3);
-  out[4] = (int)__shfl_xor_sync(~0u, (float)x, 16);
-  out[5] = (int)__shfl_sync(~0u, (unsigned)x, 31);
+  out[3] = (int)__shfl_xor_sync(~0u, (float)x, 16);
+  out[4] = (int)__shfl_sync(~0u, (unsigned)x, 31);
   const unsigned votes = __ballot_sync(~0u, x & 1);
-  out[6] = (int)votes;
-  out[7] = __any_sync(~0u, x == 77);
-  out[8] = __all_sync(~0u, x != 77);
-  out[9] = __syncthreads_or(x == 99 ? 4 : 0) != 0;
-  out[10] = __ffs((int)votes);
-  out[11] = __popc(votes);
-  out[12] = __reduce_add_sync(~0u, x - 500);
-  out[13] = __reduce_max_sync(~0u, x - 1000);
+  out[5] = (int)votes;
+  out[6] = __ffs((int)votes);
+  out[7] = __popc(votes);
+  out[8] = __reduce_add_sync(~0u, x - 500);
+  out[9] = __reduce_max_sync(~0u, x - 1000);
+  out[10] = (int)__reduce_or_sync(~0u, (unsigned)x << 22);
 }
 
 // -- who must wait for whom
@@ -257,7 +253,7 @@ extern "C" __global__ void own_halves(const VerifyParams p) {
 extern "C" __global__ void bad_argument(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
   const unsigned base = shared_address(shared), address = threadIdx.x == 5 ? base + p.arguments[1] : base;
-  unsigned r[4], two[2];
+  unsigned r[4];
   switch (p.arguments[0]) {
     case 0:
       shared_address(shared + (threadIdx.x == 5 ? p.arguments[1] : 0));
@@ -269,7 +265,7 @@ extern "C" __global__ void bad_argument(const VerifyParams p) {
       ldmatrix_x4_trans(r, address);
       break;
     case 3:
-      ldmatrix_x2_trans(two, address);
+      __reduce_or_sync((unsigned)p.arguments[2], 1);
       break;
     case 4:
       if (threadIdx.x == 5) cp_async_16(address, p.in, p.arguments[2]);

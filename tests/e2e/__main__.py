@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from kdtree_patch.arguments import output_file, whole_number
-from kdtree_patch.bench import open_console, plot_file
+from kdtree_patch.arguments import output_file, plot_file, whole_number
+from kdtree_patch.bench import open_console
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet

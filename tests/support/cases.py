@@ -175,6 +175,18 @@ def padded(case: Case, requests: int) -> Case:
     )
 
 
+def with_drafts(case: Case, lengths: list[int]) -> Case:
+    """The same prefixes, each with as many draft tokens as `lengths` says, at most q_len. For a case without a mask."""
+    tokens = sum(lengths)
+    return replace(
+        case,
+        qo_indptr=torch.tensor([0, *lengths]).cumsum(0).to(case.qo_indptr),
+        q=case.q[:tokens],
+        k_extend=case.k_extend[:tokens],
+        out=case.out[:tokens],
+    )
+
+
 def in_high_slots(case: Case) -> Case:
     """The same prefixes in slots whose element offsets do not fit 31 bits, the first of which is 3,728,271.
 

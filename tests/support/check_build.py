@@ -1,5 +1,5 @@
 """python -m tests.support.check_build LIBRARY CONFIGURATION: runs one configuration of a CPU build of the kernel on
-small batches; one line a fault, three at most.
+small batches, and prints the first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -7,29 +7,20 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kdtree_patch.kernel import KernelFault
-from tests.support.cases import LIMIT, Case, host_kernel, in_high_slots, make_case, padded, reference
+from tests.support.cases import LIMIT, Case, host_kernel, in_high_slots, make_case, padded, reference, with_drafts
 from tests.support.reference import rel
-
-
-def with_drafts(case: Case, requests: int) -> Case:
-    """A case of one draft token a request that only its first requests have."""
-    offsets = case.qo_indptr.clamp(max=requests)
-    return replace(
-        case, qo_indptr=offsets, q=case.q[:requests], k_extend=case.k_extend[:requests], out=case.out[:requests]
-    )
 
 
 def batches(seed: int) -> Iterator[tuple[str, Case]]:
     """Small batches that between them use every part of the kernel, and a name for each."""
     for name, case in (
         # First, while all of the workspace says that there are cuts.
-        ("workers without a piece", with_drafts(make_case([130] * 40, 1, 1, mask="none", seed=seed), 1)),
+        ("workers without a piece", with_drafts(make_case([130] * 40, 1, 1, mask="none", seed=seed), [1] + [0] * 39)),
         ("reference", make_case([21], 9, 8, seed=seed, slack=20)),
         ("mixed", make_case([70, 0, 40], 5, 8, seed=seed, slack=20)),
         ("a row that sees nothing", make_case([0, 66], 9, 2, mask="zero_row", seed=seed, slack=20)),
@@ -39,6 +30,10 @@ def batches(seed: int) -> Iterator[tuple[str, Case]]:
         ("more than 32 requests", make_case([3, 40] * 20, 1, 1, seed=seed)),
         ("more items than workers", make_case([33, 5, 0, 100] * 6, 1, 1, seed=seed)),
         ("workers that start no item", make_case([900, *[40] * 11], 1, 1, seed=seed)),
+        ("several row blocks", make_case([150, 70], 20, 8, seed=seed)),
+        ("unequally many row blocks", with_drafts(make_case([150, 70], 20, 8, mask="none", seed=seed), [20, 2])),
+        ("requests of equal length", make_case([200] * 7, 1, 1, seed=seed)),
+        ("more than 64 draft tokens in a row block", make_case([20], 72, 1, seed=seed)),
     ):
         # Scores that rise with the column raise the running maxima more than once.
         for start, end in itertools.pairwise(case.kv_indptr.tolist()):
@@ -65,7 +60,8 @@ def problems(library: Path, config: str) -> Iterator[str]:
                 if not error < LIMIT[torch.float16]:
                     yield f"{name}: rel {error}"
                 live = case.out.shape[0]
-                if not torch.equal(padded(case, 2).launch(kernel)[:live], case.out):
+                # The pool of high slots would be 4.3 GB of memory if it were copied.
+                if name != "high slots" and not torch.equal(padded(case, 2).launch(kernel)[:live], case.out):
                     yield f"{name}: two requests of padding change the result"
             except KernelFault as fault:
                 yield f"{name}: {fault}"
@@ -73,5 +69,5 @@ def problems(library: Path, config: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for problem in itertools.islice(problems(Path(sys.argv[1]), sys.argv[2]), 3):
+    for problem in itertools.islice(problems(Path(sys.argv[1]), sys.argv[2]), 1):
         print(problem)
