@@ -694,3 +694,25 @@ def test_bundled_packages_come_after_those_of_the_service(tmp_path: Path, own: b
     env = {"PYTHONPATH": f"{deployed}:{theirs}"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["the service" if own else "bundled", "False"] and done.stderr == ""
+
+
+def test_worker_that_has_outlived_the_start_before_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = [sys.executable, "-c", "input()"]
+    processes = []
+    try:
+        for _ in range(3):  # a worker of the start before, the main process of this one, a worker of it
+            processes.append(subprocess.Popen(sleep, stdin=subprocess.PIPE))
+            time.sleep(0.05)  # more than a tick
+        old, main, worker = (process.pid for process in processes)
+        journal = Journal("0" * 32)
+        journal.lines = [Line(str(pid), "[kdtree] installed version=1") for pid in (old, worker)]
+        assert service.installed(journal, main) == {str(worker)}
+        # A main process that is not there any more says nothing about the others; nor does a worker that has ended.
+        assert service.installed(journal, 0) == {str(old), str(worker)}
+        processes[2].kill()
+        processes[2].wait()
+        assert service.installed(journal, main) == {str(worker)}
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

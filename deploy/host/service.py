@@ -137,6 +137,24 @@ class Journal:
         return self.lines[-1].text[:160] if self.lines else "nothing yet"
 
 
+def installed(journal: Journal, main_pid: int) -> set[str]:
+    """The workers of a start that have said so. Those of the start before it may outlive that (KillMode=process) and
+    write into this one's journal: they are older than its main process.
+    """
+    began = began_at(main_pid)
+    pids = {line.pid for line in journal.ours("installed ")}
+    return {pid for pid in pids if began is None or (at := began_at(pid)) is None or at >= began}
+
+
+def began_at(pid: int | str) -> int | None:
+    """When a process began, in clock ticks since the host did; None if there is none of that number."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[19])  # proc_pid_stat(5), starttime
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 _SECRET = re.compile(
     r"(?i)([\w-]*(?:api_?key|token|secret|passw(?:or)?d)[\w-]*['\"]?\s*[=:]\s*['\"]?)(?=[^\s'\",)])[^\s'\",)]+"
 )
@@ -211,9 +229,10 @@ class Start:
         if mode == "off":
             say("mode off: the workers load nothing, so there is nothing to confirm")
             return
-        self._wait_for(lambda: len(self.installed()) >= workers)
+        main_pid = self.unit.state().main_pid
+        self._wait_for(lambda: len(installed(self.journal, main_pid)) >= workers)
         self._check_lines()
-        count = len(self.installed())
+        count = len(installed(self.journal, main_pid))
         if count < workers:
             raise Failed(f"{count} of {workers} workers logged `installed`")
         say(f"{count} of {workers} workers: installed")
@@ -238,9 +257,6 @@ class Start:
         self._check(state.invocation, state.active, state.sub, state.restarts, state.result)
         if not healthy(self.url):
             raise Failed("/health does not answer any more after the first request")
-
-    def installed(self) -> set[str]:
-        return {line.pid for line in self.journal.ours("installed ")}
 
     def _layers(self) -> list[tuple[re.Match[str], Line]]:
         return [(match, line) for line in self.journal.ours("L") if (match := _LAYER.search(line.text))]

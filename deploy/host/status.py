@@ -84,7 +84,7 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     if not state.is_up or not state.invocation:
         return
     journal = journal_of(unit, state.invocation, state.main_pid)
-    installed = {line.pid for line in journal.ours("installed ")}
+    installed = service.installed(journal, state.main_pid)
     if name or installed:  # which is all there is to say of a stock service
         facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
         facts.append(["calls", counters(journal)])
