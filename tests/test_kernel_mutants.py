@@ -330,7 +330,7 @@ HOPPER_MUTANTS = [
     Mutant(
         "registers",
         "the copy warpgroup keeps the registers that the value warpgroups need",
-        "set_max_registers_down<G::kCopyRegisters>();",
+        "set_max_registers_down<kCopyRegisters>();",
         "",
     ),
     # The scores.
