@@ -27,6 +27,7 @@ from deploy.host.systemd import State, environment_of, quoted
 from kdtree_patch import compile as compiling
 from kdtree_patch.service_command import Command
 from tests.support.env import REPO
+from tests.support.owners import pretend_owners
 
 # ----------------------------------------------------------------------------------------------------------- unit files
 
@@ -338,20 +339,20 @@ def test_half_removed_release_blocks_no_name(place: Place, tmp_path: Path, monke
     assert release.prune(place) == [] and list(place.releases.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
-def test_prefix_that_somebody_else_could_change_is_refused(tmp_path: Path) -> None:
-    top = Path("/srv") / f"kdtree-test-{os.getpid()}"
-    top.mkdir(mode=0o755)
-    try:
-        assert prefix_problem(top / "not" / "yet", 1000) is None
-        top.chmod(0o777)
-        assert "others may write" in (prefix_problem(top / "x", 1000) or "")
-        top.chmod(0o700)
-        assert "cannot enter" in (prefix_problem(top / "x", 1000) or "") and prefix_problem(top / "x", 0) is None
-        os.chown(top, 1000, 1000)
-        assert "belongs to uid 1000" in (prefix_problem(top / "x", 0) or "")
-    finally:
-        top.rmdir()
+def test_prefix_that_somebody_else_could_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top, owners = tmp_path / "opt", pretend_owners(monkeypatch)
+    top.mkdir()
+    assert prefix_problem(top / "not" / "yet", 1000) is None
+    owners[top] = (0, 0o777)
+    assert "others may write" in (prefix_problem(top / "x", 1000) or "")
+    owners[top] = (0, 0o700)
+    assert "cannot enter" in (prefix_problem(top / "x", 1000) or "") and prefix_problem(top / "x", 0) is None
+    owners[top] = (1000, 0o755)
+    assert "belongs to uid 1000" in (prefix_problem(top / "x", 0) or "")
+    (tmp_path / "link").symlink_to(top)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "link", tmp_path / "file" / "below"):
+        assert "is not a folder" in (prefix_problem(path, 0) or "")
 
 
 # ----------------------------------------------------------------------------------------------------- journal, confirm

@@ -22,6 +22,7 @@ from deploy.host.service import Failed
 from deploy.host.systemd import State, environment_of
 from deploy.host.transaction import Transaction
 from kdtree_patch.service_command import Command, Refused
+from tests.support.owners import pretend_owners
 
 NAME = "x.service"
 OLD, NEW = "0.1.0-000000000001", "0.1.0-000000000002"
@@ -447,24 +448,18 @@ def test_another_prefix_than_that_of_the_drop_in_is_refused(place: Place, tmp_pa
         begun(place, action)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
 @pytest.mark.parametrize("below", ["releases", f"releases/{OLD}", "units", f"units/{NAME}", "incoming"])
-def test_folder_below_prefix_that_somebody_else_could_change(below: str) -> None:
-    top = Path("/srv") / f"kdtree-test-{os.getpid()}"
+def test_folder_below_prefix_that_somebody_else_could_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    top, owners = tmp_path / "opt", pretend_owners(monkeypatch)
     folder = top / below
     folder.mkdir(parents=True)
-    try:
-        assert ownership_problem(top) is None
-        folder.chmod(0o777)
-        assert f"others may write to {folder}" in (ownership_problem(top) or "")
-        folder.chmod(0o755)
-        os.chown(folder, 1000, 0)
-        assert f"{folder} belongs to uid 1000" in (ownership_problem(top) or "")
-    finally:
-        folder.rmdir()
-        if folder.parent != top:
-            folder.parent.rmdir()
-        top.rmdir()
+    assert ownership_problem(top) is None
+    owners[folder] = (0, 0o777)
+    assert f"others may write to {folder}" in (ownership_problem(top) or "")
+    owners[folder] = (1000, 0o755)
+    assert f"{folder} belongs to uid 1000" in (ownership_problem(top) or "")
 
 
 def test_unit_that_is_gone_is_refused_and_undeploy_takes_the_rest_of_it_away(

@@ -255,9 +255,8 @@ def ownership_problem(prefix: Path) -> str | None:
     folders = [prefix, *prefix.parents, *(prefix / name for name in ("releases", "units", "incoming"))]
     folders += [*prefix.glob("releases/*"), *prefix.glob("units/*")]
     for path in (*folders, *prefix.glob("units/*/*.json")):
-        try:
-            info = os.lstat(path)
-        except FileNotFoundError:
+        info = info_of(path)
+        if info is None:
             continue
         kind = "a plain file" if path not in folders else "a folder"
         if not (stat.S_ISDIR(info.st_mode) if path in folders else stat.S_ISREG(info.st_mode)):
@@ -269,14 +268,23 @@ def ownership_problem(prefix: Path) -> str | None:
     return None
 
 
+def info_of(path: Path) -> os.stat_result | None:
+    """Of what is at a path, itself and not what it may link to; None if nothing is."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def prefix_problem(prefix: Path, user_id: int) -> str | None:
     """Why releases may not lie under `prefix`: somebody else could change them, or the service could not read them."""
     problem = ownership_problem(prefix)
     if problem:
         return problem
     for folder in (prefix, *prefix.parents) if user_id != 0 else ():
-        if folder.exists() and not folder.stat().st_mode & stat.S_IXOTH:
-            return f"the service's user cannot enter {folder} (mode {stat.S_IMODE(folder.stat().st_mode):04o})"
+        info = info_of(folder)
+        if info is not None and not info.st_mode & stat.S_IXOTH:
+            return f"the service's user cannot enter {folder} (mode {stat.S_IMODE(info.st_mode):04o})"
     existing = next(folder for folder in (prefix, *prefix.parents) if folder.exists())
     if os.statvfs(existing).f_flag & os.ST_NOEXEC:
         return f"{existing} is mounted noexec: libraries there cannot be loaded"
