@@ -96,6 +96,16 @@ def test_a_row_that_sees_nothing_is_zero(new_kernel) -> None:
     assert torch.isfinite(case.out).all()
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_request_of_nan_is_alone_with_it(new_kernel, workers) -> None:
+    """Though the same workers go on to the others, with the same accumulators."""
+    case = make_case([70, 70, 150], 9, 8)
+    case.kv_pool[case.kv_indices[3]] = torch.nan
+    out = case.launch(new_kernel(0, workers))
+    assert out[:9].isnan().all()
+    assert rel(out[9:], reference(case)[9:]) < LIMIT[torch.float16]
+
+
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
 def test_extreme_scores(new_kernel, magnitude) -> None:
     """Scores of +-1e4, and small differences between them. A softmax that flat has more rounding of P: 0.0025."""

@@ -502,6 +502,12 @@ HOPPER_MUTANTS = [
     ),
     # The values.
     Mutant(
+        "stale_outputs",
+        "what a request of NaN leaves in the accumulators is multiplied by zero for the next one",
+        "        write_partial(target.partial_slot);\n      }\n      clear();",
+        "        write_partial(target.partial_slot);\n      }",
+    ),
+    Mutant(
         "early_taken",
         "P is free before it was read",
         "        value_product(stage);\n        taken_over();",

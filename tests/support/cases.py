@@ -181,9 +181,10 @@ def with_drafts(case: Case, lengths: list[int]) -> Case:
     return replace(
         case,
         qo_indptr=torch.tensor([0, *lengths]).cumsum(0).to(case.qo_indptr),
-        q=case.q[:tokens],
-        k_extend=case.k_extend[:tokens],
-        out=case.out[:tokens],
+        # Memory of their own: a sanitizer then sees what is read or written beyond their end.
+        q=case.q[:tokens].clone(),
+        k_extend=case.k_extend[:tokens].clone(),
+        out=case.out[:tokens].clone(),
     )
 
 
