@@ -35,14 +35,19 @@ _ROW: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """A run as the benchmark wrote it. Raises BenchError for anything else."""
+def read_json(path: Path) -> Any:
+    """Raises BenchError, which says why, for a file that is none."""
     try:
-        run = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
         raise BenchError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise BenchError(f"{path} is not JSON ({error})") from error
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A run as the benchmark wrote it. Raises BenchError for anything else."""
+    run: dict[str, Any] = read_json(path)
     for what in violations(run):
         raise BenchError(f"{path} is not a run of the benchmark: {what}")
     return run

@@ -73,7 +73,13 @@ def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     assert command.main(["--from", str(path), "--plot", str(tmp_path / "x.png")]) == 2
 
 
-@pytest.mark.parametrize("words", [["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]),
+        *(["--tp", "2", "--only", "load"], ["--tp", "2", "--points", "8192,1"]),
+    ],
+)
 def test_words_that_mean_nothing_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         command.parse(words)

@@ -15,6 +15,7 @@ from types import FrameType
 
 from kdtree_patch.arguments import output_file, plot_file, whole_number
 from kdtree_patch.bench import open_console
+from kdtree_patch.bench_shapes import BenchError
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -71,7 +72,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=plot_file, metavar="F", help="draw step times and throughput")
     parser.add_argument("--from", dest="source", type=Path, metavar="F", help="show this stored run; needs no GPU")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.tp > 1 and (arguments.only, arguments.points) != (list(RUNS), list(speed.POINTS)):
+        parser.error("--only and --points are for one GPU: with --tp the run is `ranks`")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nvml = gpus.Nvml()
         if nvml.count < arguments.tp:
             raise RuntimeError(f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}")
-    except (report.UnreadableRun, RuntimeError) as error:
+    except (BenchError, RuntimeError) as error:
         print(f"e2e: {error}", file=sys.stderr)
         return 2
     # Whoever ends a run shall find what it has written, and no servers.
@@ -148,7 +152,7 @@ def show(document: dict[str, object], picture: Path | None) -> int:
     if picture is not None:
         try:
             report.plot(document, picture)
-        except report.UnreadableRun as error:
+        except BenchError as error:
             print(f"e2e: {error}", file=sys.stderr)
             return 2
     console.print("PASS" if status == 0 else "FAIL")

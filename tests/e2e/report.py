@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kdtree_patch.bench_report import read_json
+from kdtree_patch.bench_shapes import BenchError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -13,19 +15,11 @@ if TYPE_CHECKING:
 MODES = {"graph": "with CUDA graphs", "eager": "without CUDA graphs"}
 
 
-class UnreadableRun(Exception):
-    """A file is no run of ours; says why."""
-
-
 def read_run(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise UnreadableRun(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UnreadableRun(f"{path} is not JSON ({error})") from error
+    """Raises BenchError for a file that is no run of ours."""
+    document = read_json(path)
     if not isinstance(document, dict) or not isinstance(document.get("verdict"), list) or "meta" not in document:
-        raise UnreadableRun(f"{path} is not a run of make e2e: it has no meta and verdict")
+        raise BenchError(f"{path} is not a run of make e2e: it has no meta and verdict")
     return document
 
 
@@ -121,7 +115,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
     rows = document.get("speed", {}).get("rows")
     if not rows:
-        raise UnreadableRun("there is nothing to draw: the run has no figures of speed")
+        raise BenchError("there is nothing to draw: the run has no figures of speed")
     figure, axes = pyplot.subplots(2, len(MODES), figsize=(11, 8), sharex=True, squeeze=False)
     for column, (mode, words) in enumerate(MODES.items()):
         times, steps = axes[0][column], axes[1][column]
