@@ -102,8 +102,8 @@ class VerifyKernel:
         """Loads the kernel for a device: from the cache, from a compilation that is under way, or by compiling it now.
 
         `config` is a name of `tiles.CONFIGS`, of which only compute capability 9.0 has hopper, or auto: the one made
-        for the device, portable on a CPU. Raises KernelUnavailable. Must
-        not be called under CUDA graph capture: it loads a module and allocates the workspace.
+        for the device, portable on a CPU. Raises KernelUnavailable. Must not be called under CUDA graph capture: it
+        loads a module and allocates the workspace.
         """
         try:
             if device.type == "cpu":
@@ -143,10 +143,10 @@ class VerifyKernel:
         """Writes out (tokens, heads, 512) on the current stream. Does not synchronise, allocate or read a tensor on the
         host.
 
-        q (tokens, heads, 576), k_extend (tokens, 1, 576) and kv_pool (slots, 1, 576) are all bf16 or all fp16, 16-byte
-        aligned, with unit stride in the last dimension. qo_indptr and kv_indptr (bs + 1), kv_indices and mask_indptr
-        (bs + 1) are int32 or int64. custom_mask holds q_len * (prefix + q_len) bool or uint8 a request, or is None:
-        then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a request.
+        q (tokens, heads, 576), k_extend (tokens, 1, 576), kv_pool (slots, 1, 576) and out are all bf16 or all fp16,
+        16-byte aligned, with unit stride in the last dimension. qo_indptr and kv_indptr (bs + 1), kv_indices and
+        mask_indptr (bs + 1) are int32 or int64. custom_mask holds q_len * (prefix + q_len) bool or uint8 a request, or
+        is None: then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a request.
         """
         heads = q.shape[1]
         cut = self.config.cut_rows(q_len, heads)

@@ -317,8 +317,9 @@ __device__ __forceinline__ float warp_max(float x) { return of_ordered_bits(__re
 template <int TILE_KEYS>
 __device__ __forceinline__ Schedule make_schedule(const VerifyParams& p, SizedRequest sized, int worker) {
   const int lane = threadIdx.x & 31;
-  int total = 0, tiles = 0, short_items = 0;                                            // tiles: once for all row blocks
-  int requests = 0, most_tiles = 0, most_blocks = 0, fewest_blocks = p.row_blocks + 1;  // of those on the line
+  // Tiles of all items on the line, and tiles once for all row blocks of a request; then of the requests on the line.
+  int total = 0, tiles = 0, short_items = 0;
+  int requests = 0, most_tiles = 0, most_blocks = 0, fewest_blocks = p.row_blocks + 1;
   for (int b0 = 0;;) {
     total += sized.units(false, false);
     tiles += sized.units(false, true);
