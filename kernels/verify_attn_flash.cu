@@ -303,15 +303,12 @@ __device__ __forceinline__ SizedRequest load_sized_request(const VerifyParams& p
   return sized;
 }
 
-// Floats ordered as integers are: the negative ones' other bits are turned over. A NaN is larger than anything, or smaller.
-__device__ __forceinline__ int ordered_bits(float x) {
-  const int bits = __float_as_int(x);
-  return bits ^ (bits >> 31 & 0x7fffffff);
+// The largest of a warp's 32 numbers, for all of them, in one instruction: floats are ordered as integers are, once the negative ones'
+// other bits are turned over. A NaN is larger than anything, or smaller.
+__device__ __forceinline__ float warp_max(float x) {
+  auto turn = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(turn(__reduce_max_sync(~0u, turn(__float_as_int(x)))));
 }
-__device__ __forceinline__ float of_ordered_bits(int bits) { return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff)); }
-
-// The largest of a warp's 32 numbers, for all of them, in one instruction.
-__device__ __forceinline__ float warp_max(float x) { return of_ordered_bits(__reduce_max_sync(~0u, ordered_bits(x))); }
 
 // One warp, all lanes: counts the lines and the short items, and finds the worker's stretch. A lane brings its request of the first 32.
 template <int TILE_KEYS>
