@@ -104,9 +104,9 @@ def _hopper_shared(rows: int) -> int:
     stages, keys, spare = 2, 64, 1024
     queries = rows * HEAD_DIM * 2
     tiles = stages * keys * HEAD_DIM * 2 + spare
-    mbarriers, notes, target, beginning = 10 * 8, 2 * 4, 5 * 4, 7 * 4
+    mbarriers, target, note = 14 * 8, 5 * 4, 4
     row_state = 3 * rows * 4
-    return queries + tiles + mbarriers + _SCHEDULE_BYTES + notes + row_state + target + beginning
+    return queries + tiles + mbarriers + _SCHEDULE_BYTES + row_state + target + note
 
 
 # portable: 101,376 bytes are what sm_86, sm_89 and sm_120 allow a block. hopper: wgmma, for compute capability 9.0.

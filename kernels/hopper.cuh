@@ -17,7 +17,7 @@
 //   full[stage][part]  a third of a tile's columns has landed: the score warpgroup may multiply it
 //   handed             the score warpgroup has handed over P, and by what the outputs must be multiplied first if a maximum has risen
 //   taken              the value warpgroups are done with what was handed over: P and factors are free again
-//   free[stage]        and so is the stage: the next but one tile may be copied into it
+//   free[stage][part]  and so is a third of the stage, as soon as its values were multiplied: the next but one tile's may be copied into it
 // A piece ends with one more hand-over, of no P but of 1 / sum for each row and of where the outputs go. Nothing stops between pieces: the
 // copies of the next one are under way while one is written.
 
@@ -160,7 +160,10 @@ constexpr int kValueChunks = kRopeChunk / 2;  // those of one value warpgroup
 constexpr int kParts = 3;                     // of a tile, that are copied and waited for each by itself
 constexpr int kPartChunks = kChunks / kParts;
 constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
-constexpr int kMbarriers = 2 * kParts + 4;
+// The i-th chunk that is copied and multiplied. The value warpgroups have half of them each and are done with one after the other, so
+// theirs take turns, and a part becomes free as early as can be.
+__device__ __forceinline__ constexpr int nth_chunk(int i) { return i == kRopeChunk ? i : i / 2 + i % 2 * kValueChunks; }
+constexpr int kMbarriers = 4 * kParts + 2;
 // A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
 constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
 static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
@@ -218,15 +221,16 @@ struct Geometry {
   static constexpr int kOffsetStage1 = kOffsetSpare + kSpareBytes + kChunkBytes;
   static constexpr int kOffsetMbarriers = kOffsetStage1 + kRopeChunk * kChunkBytes;
   static constexpr int kOffsetSchedule = kOffsetMbarriers + kMbarriers * 8;
-  static constexpr int kOffsetNote = kOffsetSchedule + sizeof(Schedule);  // [2], see Note
-  static constexpr int kOffsetFactor = kOffsetNote + 2 * 4;               // [2][rows]: what the outputs are to be multiplied by
-  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;    // [rows]: running maxima
+  static constexpr int kOffsetFactor = kOffsetSchedule + sizeof(Schedule);  // [2][rows]: what the outputs are to be multiplied by
+  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;      // [rows]: running maxima
   static constexpr int kOffsetTarget = kOffsetHighest + kRows * 4;
-  static constexpr int kOffsetBeginning = kOffsetTarget + sizeof(Target);
-  static constexpr int kSharedBytes = kOffsetBeginning + sizeof(Beginning);
+  static constexpr int kOffsetNote = kOffsetTarget + sizeof(Target);  // see Note
+  static constexpr int kOffsetBeginning = kOffsetSpare;               // until the first P
+  static constexpr int kSharedBytes = kOffsetNote + 4;
   static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of one block
   static_assert(kRows * kTileKeys * 2 <= kChunkBytes + kSpareBytes, "P fits");
   static_assert(kSharedBytes <= 232448, "what sm_90 allows a block");
+  static_assert(kOffsetMbarriers % 8 == 0 && kOffsetFactor % 8 == 0 && kOffsetHighest % 8 == 0, "read by pairs");
 
   __device__ __forceinline__ static int stage(int number) { return number ? kOffsetStage1 : kOffsetStage0; }
   __device__ __forceinline__ static int rope(int number) {
@@ -283,16 +287,16 @@ struct Warpgroup {
   __device__ __forceinline__ const Schedule& schedule() const { return *(const Schedule*)(shared + G::kOffsetSchedule); }
   __device__ __forceinline__ unsigned mbarrier(int number) const { return shared_address(shared + G::kOffsetMbarriers) + number * 8; }
   __device__ __forceinline__ unsigned full(int stage, int part) const { return mbarrier(stage * kParts + part); }
-  __device__ __forceinline__ unsigned free(int stage) const { return mbarrier(2 * kParts + stage); }
-  __device__ __forceinline__ unsigned handed() const { return mbarrier(2 * kParts + 2); }
-  __device__ __forceinline__ unsigned taken() const { return mbarrier(2 * kParts + 3); }
+  __device__ __forceinline__ unsigned free(int stage, int part) const { return mbarrier(2 * kParts + stage * kParts + part); }
+  __device__ __forceinline__ unsigned handed() const { return mbarrier(4 * kParts); }
+  __device__ __forceinline__ unsigned taken() const { return mbarrier(4 * kParts + 1); }
   // Of this hand-over, or of the one before.
   __device__ __forceinline__ float* s_factor(int before = 0) const {
     return (float*)(shared + G::kOffsetFactor) + (hand_overs() - before & 1) * G::kRows;
   }
   __device__ __forceinline__ float* s_highest() const { return (float*)(shared + G::kOffsetHighest); }
   __device__ __forceinline__ Target& s_target() const { return *(Target*)(shared + G::kOffsetTarget); }
-  __device__ __forceinline__ int& s_note() const { return ((int*)(shared + G::kOffsetNote))[hand_overs() & 1]; }
+  __device__ __forceinline__ int& s_note() const { return *(int*)(shared + G::kOffsetNote); }
 
   // Waits until both value warpgroups have taken what was handed over last.
   __device__ __forceinline__ void wait_until_taken() const {
@@ -340,8 +344,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 
   static constexpr int kThreadRows = ROW_TILES * 2;
 
-  int row_base, rows;        // first row of the row block within the request; valid rows of the block
-  float r_sum[kThreadRows];  // this thread's share of the sums
+  int row_base, rows;             // first row of the row block within the request; valid rows of the block
+  float r_sum[kThreadRows];       // this thread's share of the sums, without
+  unsigned r_prob[ROW_TILES][2];  // P of the last tile: it is added while the next scores are worked out, so that nobody waits for that
 
   __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 0) {}
 
@@ -359,14 +364,15 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
     const unsigned target = shared_address(shared) + chunk_offset(thread >> 3, unit);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk++) {
+    for (int nth = 0; nth < kChunks; nth++) {
+      const int chunk = nth_chunk(nth);
 #pragma unroll
       for (int i = 0; i < kThreadQueries; i++) {
         const int row = i * (kWarpgroup / 8) + (thread >> 3);
         if (row < G::kRows)
           cp_async_16(target + chunk * G::kQueryChunkBytes + i * (kWarpgroup / 8) * 128, source[i] + chunk * 128, row < rows ? 16 : 0);
       }
-      if (chunk % kPartChunks == kPartChunks - 1) cp_async_commit();
+      if (nth % kPartChunks == kPartChunks - 1) cp_async_commit();
     }
   }
 
@@ -434,20 +440,19 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     if (first) wait_for_queries<PART>();
     mbarrier_wait(Base::full(stage, PART), tiles() >> 1 & 1);
     fence_proxy_async();
-    const unsigned long long queries =
-        descriptor(uniform(shared_address(shared + PART * kPartChunks * G::kQueryChunkBytes)), 0, 1024, true);
+    const unsigned long long queries = descriptor(uniform(shared_address(shared)), 0, 1024, true);
     const unsigned long long keys = descriptor(uniform(shared_address(shared + G::stage(stage))), 0, 1024, true);
     const unsigned long long rope = descriptor(uniform(shared_address(shared + G::rope(stage))), 0, 1024, true);
     hold_accumulators(r_score);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kPartChunks; c++) {
-      const int chunk = PART * kPartChunks + c;
+      const int chunk = nth_chunk(PART * kPartChunks + c);
 #pragma unroll
       for (int step = 0; step < 4; step++)
         wgmma_m64k16<Element, ROW_TILES, false>(r_score,
                                                 further(chunk == kRopeChunk ? rope : further(keys, chunk * kChunkBytes), step * 32),
-                                                further(queries, c * G::kQueryChunkBytes + step * 32));
+                                                further(queries, chunk * G::kQueryChunkBytes + step * 32));
     }
     wgmma_commit();
   }
@@ -463,14 +468,11 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 
   // Some score of the tile is above its row's maximum. Maxima, factors and sums become what they have to be. The exchange between warps is
   // in the rope chunk, which nobody reads any more. Returns the bits of the note, in the first warp.
-  __device__ __forceinline__ int raise_maxima(int stage, const float (&r_score)[ROW_TILES][4], float (&r_highest)[kThreadRows]) {
+  __device__ __forceinline__ int raise_maxima(int stage, float (&r_tile)[kThreadRows], float (&r_highest)[kThreadRows]) {
     const int offset = fresh(warp * G::kRows);
     float* const s_exchange = (float*)(shared + G::rope(stage));  // [4 warps][rows]
     float* const s_highest = Base::s_highest();
     float* const s_factor = Base::s_factor();
-    float r_tile[kThreadRows];
-#pragma unroll
-    for (int i = 0; i < kThreadRows; i++) r_tile[i] = fmaxf(r_score[i / 2][i % 2], r_score[i / 2][2 + i % 2]);
     combine_groups(
         r_tile, lane, kNothingSeen, [](float a, float b) { return fmaxf(a, b); },
         [&](int i, float highest) { s_exchange[offset + i / 2 * 8 + quad * 2 + i % 2] = highest; });
@@ -504,6 +506,17 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     pass_hand_over();
   }
 
+  // The sums are those of the rounded values, as the product is.
+  __device__ __forceinline__ void add_probabilities() {
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float2 rounded = unpack2<Element>(r_prob[n][k]);
+        r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
+      }
+  }
+
   __device__ __forceinline__ void attend_tile(int tile, bool first) {
     const int stage = tiles() & 1;
     const bool masked = (tile + 1) * kTileKeys > request.prefix;
@@ -511,6 +524,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     if (masked) load_visible(tile, visible);
     float r_score[ROW_TILES][4];
     start_score_product(stage, first, r_score);
+    add_probabilities();
     float r_highest[kThreadRows];  // running maxima, log2
     const float* const s_highest = Base::s_highest() + fresh(quad * 2);
 #pragma unroll
@@ -526,25 +540,22 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 #pragma unroll
         for (int k = 0; k < 2; k++)
           if (!(visible[k] >> i & 1)) r_score[i / 2][k * 2 + i % 2] = __int_as_float(0xff800000);
-    bool risen = false;
+    float r_tile[kThreadRows];  // maxima of this thread's two keys
+    unsigned risen = 0;         // no bool with ||: each comparison would wait for the one before
 #pragma unroll
     for (int i = 0; i < kThreadRows; i++) {
-      float &first_key = r_score[i / 2][i % 2], &second_key = r_score[i / 2][2 + i % 2];
-      first_key *= p.scale_log2e, second_key *= p.scale_log2e;
-      risen = risen || fmaxf(first_key, second_key) > r_highest[i];
+      r_tile[i] = fmaxf(r_score[i / 2][i % 2] * p.scale_log2e, r_score[i / 2][2 + i % 2] * p.scale_log2e);
+      risen |= r_tile[i] > r_highest[i];
     }
-    // With the vote, all warps are done with the rope chunk.
+    // With the vote, all warps are done with the rope chunk. exp2 takes the scores as they were before the multiplication: one instruction.
     int note = 0;
-    if (barrier_sync_or(barrier, kWarpgroup, risen)) note = raise_maxima(stage, r_score, r_highest);
-    unsigned r_prob[ROW_TILES][2];
+    if (barrier_sync_or(barrier, kWarpgroup, risen != 0)) note = raise_maxima(stage, r_tile, r_highest);
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        r_prob[n][k] =
-            pack2<Element>(exp2_approx(r_score[n][k * 2] - r_highest[n * 2]), exp2_approx(r_score[n][k * 2 + 1] - r_highest[n * 2 + 1]));
-        const float2 rounded = unpack2<Element>(r_prob[n][k]);
-        r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
+        r_prob[n][k] = pack2<Element>(exp2_approx(fmaf(r_score[n][k * 2], p.scale_log2e, -r_highest[n * 2])),
+                                      exp2_approx(fmaf(r_score[n][k * 2 + 1], p.scale_log2e, -r_highest[n * 2 + 1])));
       }
     Base::wait_until_taken();
     unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
@@ -560,6 +571,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   // The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the statistics go to combine.
   __device__ __forceinline__ void finish_piece() {
     const int slot = Base::s_target().partial_slot;
+    add_probabilities();
     Base::wait_until_taken();
     float* const s_spare = (float*)(shared + G::kOffsetSpare);
     auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
@@ -586,7 +598,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
       rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
       if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
 #pragma unroll
-      for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f;
+      for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f, r_prob[i / 2][i % 2] = 0;
       copy_queries();
       if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());  // while the queries are on their way
       Base::wait_until_taken();
@@ -643,11 +655,16 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileKeys / 16; step++)
+    for (int i = 0; i < kValueChunks; i++) {
 #pragma unroll
-      for (int i = 0; i < kValueChunks; i++)
+      for (int step = 0; step < kTileKeys / 16; step++)
         wgmma_m64k16<Element, ROW_TILES, true>(r_out[i], further(values, i * kChunkBytes + step * 2048), further(probs, step * 256));
-    wgmma_commit();
+      wgmma_commit();
+    }
+    wgmma_wait<2>();
+    if (lane == 0) mbarrier_arrive(Base::free(stage, 0));
+    wgmma_wait<1>();
+    if (lane == 0) mbarrier_arrive(Base::free(stage, 1));
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
@@ -716,7 +733,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
         pass_tile();
         value_product(stage);
         taken_over();
-        if (lane == 0) mbarrier_arrive(Base::free(stage));
+        if (lane == 0) mbarrier_arrive(Base::free(stage, kParts - 1));
         continue;
       }
       const Target target = Base::s_target();
@@ -774,16 +791,18 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
       keep_in_register(source[i]);  // one address and its offsets
       existing |= (unsigned)(column < columns) << i;
     }
-    mbarrier_wait(Base::free(stage), (tiles >> 1) - 1 & 1);  // the first two are free, as in wait_until_taken
     const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
     const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk++) {
+    for (int nth = 0; nth < kChunks; nth++) {
+      const int chunk = nth_chunk(nth);
+      if (nth % kPartChunks == 0)
+        mbarrier_wait(Base::free(stage, nth / kPartChunks), (tiles >> 1) - 1 & 1);  // the first two are free, as in wait_until_taken
 #pragma unroll
       for (int i = 0; i < kThreadKeys; i++)
         cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128,
                     existing >> i & 1 ? 16 : 0);
-      if (chunk % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, chunk / kPartChunks));
+      if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, nth / kPartChunks));
     }
     load_slots(tile + 1);
     tiles++;

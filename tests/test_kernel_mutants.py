@@ -284,8 +284,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_free_wait",
         "a tile is copied over one that is still read",
-        "mbarrier_wait(Base::free(stage), (tiles >> 1) - 1 & 1);",
-        "",
+        "mbarrier_wait(Base::free(stage, nth / kPartChunks), (tiles >> 1) - 1 & 1);",
+        ";",
     ),
     Mutant(
         "free_parity",
@@ -297,9 +297,18 @@ HOPPER_MUTANTS = [
         "early_free",
         "a stage is free before it was read",
         "        value_product(stage);\n        taken_over();\n        if (lane == 0)"
-        " mbarrier_arrive(Base::free(stage));",
-        "        if (lane == 0) mbarrier_arrive(Base::free(stage));\n"
+        " mbarrier_arrive(Base::free(stage, kParts - 1));",
+        "        if (lane == 0) mbarrier_arrive(Base::free(stage, kParts - 1));\n"
         "        value_product(stage);\n        taken_over();",
+    ),
+    Mutant(
+        "early_free_part", "a part of a stage is free before all of it was read", "wgmma_wait<2>();", "wgmma_wait<3>();"
+    ),
+    Mutant(
+        "free_part_too_much",
+        "a part of a stage is taken to be free as soon as another one is",
+        "Base::free(stage, nth / kPartChunks)",
+        "Base::free(stage, 0)",
     ),
     Mutant("slots_ahead", "slots are loaded for another tile", "load_slots(tile + 1);", "load_slots(tile);"),
     Mutant(
@@ -349,8 +358,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "early_part",
         "a part of a tile is said to have landed before its last chunk was even started",
-        "if (chunk % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(",
-        "if (chunk % kPartChunks == 0) cp_async_mbarrier_arrive(",
+        "if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(",
+        "if (nth % kPartChunks == 0) cp_async_mbarrier_arrive(",
     ),
     Mutant("tile_parity", "a tile is waited for in the wrong phase", "tiles() >> 1 & 1);", "tiles() & 1);"),
     Mutant(
@@ -393,13 +402,25 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_vote",
         "each warp decides for itself whether maxima have risen",
-        "barrier_sync_or(barrier, kWarpgroup, risen)",
-        "__ballot_sync(~0u, risen) != 0",
+        "barrier_sync_or(barrier, kWarpgroup, risen != 0)",
+        "__ballot_sync(~0u, risen != 0) != 0",
+    ),
+    Mutant(
+        "last_sum",
+        "the last tile of a piece is not in the sums",
+        "    add_probabilities();\n    Base::wait_until_taken();",
+        "    Base::wait_until_taken();",
+    ),
+    Mutant(
+        "sum_of_the_piece_before",
+        "the last tile of a piece counts for the next one, too",
+        "r_sum[i] = 0.f, r_prob[i / 2][i % 2] = 0;",
+        "r_sum[i] = 0.f;",
     ),
     Mutant(
         "missing_vote_barrier",
         "the rope chunk is written over while another warp's product reads it",
-        "if (barrier_sync_or(barrier, kWarpgroup, risen)) note",
+        "if (barrier_sync_or(barrier, kWarpgroup, risen != 0)) note",
         "if (true) note",
     ),
     Mutant(
