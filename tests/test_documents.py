@@ -26,6 +26,7 @@ from deploy import options as deploy_options
 from kdtree_patch import (
     bench,
     compile_command,
+    contract,
     demo,
     doctor,
     report,
@@ -35,10 +36,12 @@ from kdtree_patch import (
     service_options,
     settings,
 )
+from kdtree_patch import compile as compiling
 from kdtree_patch.bench_shapes import BenchError
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
+from kdtree_patch.tiles import CONFIGS, LATENT, MAX_HEADS, MAX_Q_LEN, ROPE
 from kdtree_patch.validate import Difference
 from tests.e2e import __main__ as e2e
 from tests.fakes import FakeKernel, Stock, a_batch, a_case, a_layer, arguments
@@ -87,7 +90,7 @@ RUN_HERE = {
 # What needs a GPU, a host or minutes: the test that runs the same.
 ELSEWHERE = {
     "make demo": "tests/test_demo.py::test_reference_case",
-    "make test": "tests/test_tooling.py::test_set_up_has_nothing_to_do",  # what it does beside running this suite
+    "make test": ".ci/run",  # itself
     "make bench": "tests/test_bench.py::test_run_measures_both_tables",
     'make bench ARGS="--sweep --json F --plot P.png"': "tests/test_bench.py::test_what_is_measured",
     'make e2e ARGS="--json F --plot P.png"': (
@@ -132,8 +135,12 @@ def test_every_command_is_run_here_or_has_a_test_that_runs_it() -> None:
 )
 def test_the_test_that_runs_it_is_there(node: str) -> None:
     file, _, name = node.partition("::")
-    tree = ast.parse((REPO / file).read_text())
-    assert any(isinstance(one, ast.FunctionDef) and one.name == name for one in ast.walk(tree))
+    if name:
+        tree = ast.parse((REPO / file).read_text())
+        assert any(isinstance(one, ast.FunctionDef) and one.name == name for one in ast.walk(tree))
+    else:
+        commands = [command for command, where in ELSEWHERE.items() if where == file]
+        assert all(re.search(rf"^{command}\b", (REPO / file).read_text(), re.MULTILINE) for command in commands)
 
 
 @pytest.mark.parametrize("one", ALL, ids=names(ALL))
@@ -142,6 +149,8 @@ def test_commands_stand_in_fences_that_say_so(one: Document) -> None:
     assert {kind for kind, _ in one.fences()} <= {COMMANDS, CODE, TEXT}
     programs = "make|python3?|git|cd|pip|ssh|journalctl|systemctl|sudo|export|curl|[A-Z_]+=\\S* "
     assert re.findall(rf"^(?: {{4,}}|\t)(?:\S*/)?(?:{programs})\b.*", one.prose, re.MULTILINE) == []
+    # A name that goes on in the next line would not be seen as one, and everything up to the next one would be.
+    assert [line for line in one.prose.splitlines() if line.count("`") % 2] == []
     text = "".join(body for kind, body in one.fences() if kind == TEXT)
     assert re.findall(rf"^\s*(?:\S*/)?(?:{programs})\b.*", text, re.MULTILINE) == []
 
@@ -421,6 +430,34 @@ def test_every_reason_code_is_documented_and_none_that_is_not_there() -> None:
     assert {code for code, _ in documented_codes()} == said.codes().keys()
     pairs = list(documented_codes())
     assert len(pairs) == len(set(pairs))
+
+
+def test_every_code_of_the_doctor_is_documented() -> None:
+    assert said.judgements() - said.codes().keys() - {*OPERATIONS.spans()} == set()
+    assert {"backend", "kv_dtype"} <= said.judgements()
+
+
+def test_what_is_served_is_what_the_code_serves() -> None:
+    rows = {row[0]: row[1] for row in README.table("## What is served")}
+    targets = [divmod(int(target[3:]), 10) for target in compiling.GPU_TARGETS]
+    assert rows["GPU"].startswith(f"compute capability {', '.join(f'{major}.{minor}' for major, minor in targets)};")
+    assert f"{LATENT} + {ROPE} columns; 1 to {MAX_HEADS} heads" in rows["attention"]
+    assert rows["drafts"].startswith(f"q_len 1 to {MAX_Q_LEN}:")
+    for name, types in (("mask", contract.MASKS), ("indices", contract.INDICES)):
+        assert rows[name].startswith(" or ".join(types)), name
+
+
+def test_the_workspace_is_as_large_as_the_documents_say() -> None:
+    a_worker = {}
+    for name, config in CONFIGS.items():
+        largest = config.variants[-1]
+        # Two partial results, with a maximum and a sum for each row, and a row of cut_items.
+        a_worker[name] = 2 * (largest.partial_bytes + largest.rows * 8) + 16
+    small, large = a_worker["portable"], a_worker["hopper"]
+    words = f"about {small / 1e3:.0f} KB a multiprocessor, in the Hopper configuration of {large / 1e3:.0f} KB"
+    assert f"{words} ({small * 132 / 1e6:.0f} and {large * 132 / 1e6:.0f} MB on an H200)" in " ".join(
+        LIMITS.text.split()
+    )
 
 
 def test_codes_are_found_where_they_are_written() -> None:

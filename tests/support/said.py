@@ -53,17 +53,21 @@ def _is_torch(call: ast.Call) -> bool:
     return ast.unparse(call.func).startswith("torch.")
 
 
-def _strings(node: ast.expr) -> list[str]:
-    """What an expression can be, if it is a literal or a choice between some."""
+def _strings(node: ast.expr, all_of_it: bool = False) -> list[str]:
+    """What an expression can be, if it is a literal or a choice between some. With `all_of_it`, nothing if it can be
+    something else as well.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
-    if isinstance(node, ast.IfExp):
-        return _strings(node.body) + _strings(node.orelse)
-    if isinstance(node, ast.BoolOp):
-        return [text for value in node.values for text in _strings(value)]
     if isinstance(node, ast.Name) and node.id == "GUARD":
         return [ledger.GUARD]
-    return []
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.IfExp):
+        parts = [node.body, node.orelse]
+    elif isinstance(node, ast.BoolOp):
+        parts = node.values
+    found = [_strings(part, all_of_it) for part in parts]
+    return [] if all_of_it and not all(found) else [text for texts in found for text in texts]
 
 
 def form(text: str) -> str:
@@ -80,11 +84,11 @@ def lines() -> dict[str, str]:
         named: dict[str, list[str]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                named.setdefault(node.targets[0].id, []).extend(_strings(node.value))
+                named.setdefault(node.targets[0].id, []).extend(_strings(node.value, all_of_it=True))
         for name, call in _calls(tree):
             if name in LEVELS and _is_of_the_logger(call):
                 given = call.args[0]
-                literal = named.get(given.id, []) if isinstance(given, ast.Name) else _strings(given)
+                literal = named.get(given.id, []) if isinstance(given, ast.Name) else _strings(given, all_of_it=True)
                 assert literal, f"{path.name}:{call.lineno}: what {ast.unparse(call)} says is not found"
                 for text in literal:
                     said = LEVELS[name] + form(text)
@@ -134,3 +138,9 @@ def _returned(function: ast.FunctionDef) -> list[str]:
     """Codes that a function returns, alone or in front of a message."""
     values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return [text for value in values for text in _strings(value.elts[0] if isinstance(value, ast.Tuple) else value)]
+
+
+def judgements() -> set[str]:
+    """The codes under which `doctor` says what becomes of a service's options."""
+    tree = ast.parse((REPO / "kdtree_patch" / "service_options.py").read_text())
+    return {text for name, call in _calls(tree) if name == "Judgement" for text in _strings(call.args[1])}
