@@ -30,7 +30,7 @@ DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deplo
 .PHONY: help setup demo test test-gpu test-deploy e2e bench figures deploy status logs rollback undeploy lint format clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: ## make .venv, or finish it
 	@PYTHON="$(PYTHON)" tools/setup.sh
