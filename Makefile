@@ -13,7 +13,7 @@ GPU_SGLANG = $(CURDIR)/.venv/sglang-0.5.23
 # What git knows or would take: not what it ignores.
 SOURCES = $(shell git ls-files --cached --others --exclude-standard $(1))
 SHELL_FILES = .ci/run $(call SOURCES,'*.sh')
-CUDA_FILES = $(call SOURCES,'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp')
+CUDA_FILES = $(call SOURCES,'kernels/*.cu' 'kernels/*.cuh' 'kernels/*.h' 'kernels/*.cpp' 'tools/*.cpp')
 
 # What the operator writes behind `make deploy`. Nothing in it is expanded, by make or by a shell: each value goes, as it
 # was written, into an environment variable, and only from make's command line (csh and others export a HOST).
@@ -27,10 +27,10 @@ override export DEPLOY_UNKNOWN := $(strip $(foreach word,$(filter-out $(DEPLOY_W
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-deploy e2e bench deploy status logs rollback undeploy lint format clean
+.PHONY: help setup demo test test-gpu test-deploy e2e bench figures deploy status logs rollback undeploy lint format clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: ## make .venv, or finish it
 	@PYTHON="$(PYTHON)" tools/setup.sh
@@ -69,6 +69,9 @@ undeploy: ## the unit as it was before the first deployment: HOST=… UNIT=…
 
 bench: setup ## times the kernel and SGLang's own (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m kdtree_patch bench $(ARGS)
+
+figures: setup ## draws docs/figures and fills tables of the documents, from docs/results and the sources
+	@$(BIN)/python -m tools.figures
 
 lint: setup ## ruff, mypy, shellcheck, clang-format
 	$(BIN)/ruff check

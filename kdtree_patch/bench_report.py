@@ -1,6 +1,6 @@
 """The benchmark's results for readers: a run read back from its file, the tables, the plot. Needs no GPU.
 
-A run is the document that interface and README fix: {"meta": {command, gpu, versions, date, ceilings}, "rows": [...]},
+A run is one document: {"meta": {command, gpu, versions, date, ceilings}, "rows": [...]},
 a row being {bs, q_len, heads, prefix, kv_dtype, config, kernel_us, kernel_cold_us, stock_us, floor_us, rel, peers}.
 """
 

@@ -40,7 +40,10 @@ SAME = ("version", "mode", "validate", "guard_rel", "sglang", "torch", "cupy", "
 
 _SELFTEST = "python -m kdtree_patch selftest (--device cuda:N) in the service's environment"
 _DUMP = "KDTREE_GUARD_REL=0.05 with KDTREE_GUARD_DUMP=FOLDER saves the inputs and both results of such a call"
-_README = 'README, "When something is wrong"'
+_LINES = 'docs/operations.md, "Log lines"'
+_CALLS = 'docs/limits.md, "Calls that are left to the stock kernel"'
+_WORKERS = 'docs/limits.md, "Workers that stay stock"'
+_TURNED_OFF = 'docs/limits.md, "Kernels that are turned off"'
 _DISABLED = {
     "guard": ["the line holds what a bug report needs, and `dump=` the file, if there is one"],
     "guard_failed": [
@@ -210,7 +213,7 @@ def _processes(logs: Sequence[Log], names: Names) -> list[Finding]:
     found = []
     for reason, events in _by_reason(logs, "disabled").items():
         title = "the guard has tripped" if reason == "guard" else f"the kernel was turned off: {reason}"
-        check = _DISABLED.get(reason, [_README])
+        check = _DISABLED.get(reason, [_TURNED_OFF])
         found.append(Finding("disabled", f"{title} ({_who(events, names)})", _quote(events, names), check))
     for reason, events in _by_reason(logs, "declined").items():
         stays = [(log, one) for log, one in events if one.said.of_the_process]
@@ -218,16 +221,16 @@ def _processes(logs: Sequence[Log], names: Names) -> list[Finding]:
             stays = [(log, one) for log, one in stays if not _installed(log)]
         if stays:
             title = f"a worker stays stock: {reason} ({_who(stays, names)})"
-            found.append(Finding("stays_stock", title, _quote(stays, names), [f"{_README}: {reason}"]))
+            found.append(Finding("stays_stock", title, _quote(stays, names), [f"{_WORKERS}: {reason}"]))
         calls = [(log, one) for log, one in events if not one.said.of_the_process]
         if calls and reason not in NORMAL:
             title = f"a kind of verify call is left to the stock kernel: {reason}"
-            check = ['README, "What is served": whether the service can do without it']
+            check = [f"{_CALLS}: {reason}; whether the service can do without it"]
             found.append(Finding("calls_declined", title, _quote(calls, names), check))
     errors = [(log, one) for log in logs for one in log.start.events.values() if one.said.kind == "error"]
     # `ERROR declined` of a setting, for one, is of its own kind; these are all others.
     if errors:
-        found.append(Finding("error", f"errors ({_who(errors, names)})", _quote(errors, names), [_README]))
+        found.append(Finding("error", f"errors ({_who(errors, names)})", _quote(errors, names), [_LINES]))
     return found
 
 
@@ -307,7 +310,7 @@ def _warnings(logs: Sequence[Log], names: Names) -> list[Finding]:
     if not events:
         return []
     title = f"calls could not be compared, and are in no figure here ({_who(events, names)})"
-    return [Finding("not_compared", title, _quote(events, names), [_README])]
+    return [Finding("not_compared", title, _quote(events, names), [_LINES])]
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
