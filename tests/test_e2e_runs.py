@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,9 +256,17 @@ def test_servers_take_turns_and_the_shortest_window_counts(monkeypatch: pytest.M
             return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
 
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
-    clients = {"stock": Stream("stock", 9.0, 1.0), "patched": Stream("patched", 2.0, 3.0)}
-    found = speed.measure(clients, [[1]], 21)  # type: ignore[arg-type]
-    assert asked == ["stock", "patched"] * 2
+    streams = Stream("stock", 9.0, 1.0), Stream("patched", 2.0, 3.0)
+    servers: Any = {stream.name: SimpleNamespace(client=stream) for stream in streams}
+
+    @contextlib.contextmanager
+    def alone(server: Any) -> Iterator[None]:
+        asked.append("alone")
+        yield
+        asked.append("together")
+
+    found = speed.measure(servers, [[1]], 21, alone)
+    assert asked == ["alone", "stock", "together", "alone", "patched", "together"] * 2
     assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 2, 8.0)
     assert (found["patched"]["step_ms"], found["patched"]["tokens_per_step"]) == (200.0, 2.0)
 

@@ -58,6 +58,16 @@ def test_more_than_there_is_room_for_wait_for_their_turn(fleet: Fleet) -> None:
     assert [server.alive for server in fleet.started] == [False, False, True, True, True]
 
 
+def test_the_others_stand_still_while_one_is_alone(fleet: Fleet) -> None:
+    fleet.want([spec("one"), spec("two")])
+    one, two = fleet.ready("one"), fleet.ready("two")
+    with pytest.raises(KeyError), fleet.alone(one):
+        assert one.client.generate([[1]], 2)
+        assert Path(f"/proc/{two.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        raise KeyError  # whatever happens meanwhile, they go on
+    assert two.client.generate([[1]], 2)
+
+
 def test_a_server_that_dies_is_said_to_with_the_end_of_its_log(fleet: Fleet) -> None:
     fleet.want([spec(FAKE_START="die")])
     with pytest.raises(ServiceError, match=r"one: it ended with status 1 before it was ready(.|\n)*told to die"):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -108,15 +108,18 @@ class Server:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(line[:300] for line in text[-count:])
 
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes, if there are any."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
     def stop(self) -> None:
         """Asks, then does not ask. Nothing of its group is left afterwards."""
         for number, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            self.signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
 
 def _end_with_the_driver() -> None:
@@ -197,6 +200,20 @@ class Fleet:
             watcher.join()
             server = self._servers[name]
             self._say(f"{name} ready after {server.ready_s:.0f} s" if server.ready_s else f"{name}: {server.failure}")
+
+    @contextlib.contextmanager
+    def alone(self, server: Server) -> Iterator[None]:
+        """All others stand still meanwhile. An idle SGLang server keeps a core busy with asking for work, and whoever
+        shares that core with it is slower by a third.
+        """
+        others = [one for one in self._servers.values() if one is not server]
+        try:
+            for other in others:
+                other.signal(signal.SIGSTOP)
+            yield
+        finally:
+            for other in others:
+                other.signal(signal.SIGCONT)
 
     def stop(self, *names: str) -> None:
         """Stops these and starts those that are next."""

@@ -17,13 +17,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.e2e import tokens
-from tests.e2e.client import Chunk, Client, ServiceError
+from tests.e2e.client import Chunk, ServiceError
 from tests.e2e.plan import TREE, Pair
 from tests.e2e.record import Record
 from tests.e2e.server import REPOSITORY, Fleet, Server
@@ -113,17 +114,23 @@ class Prompts:
         return [prompt[: point.prefix] for prompt in self._long[: point.bs]]
 
 
-def measure(clients: Mapping[str, Client], prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
-    """The shortest of a few windows of each server, taken in turns: without graphs a step is the host's, and what else
-    the host does only ever adds to it, to one server's for seconds on end.
+def measure(
+    servers: Mapping[str, Server],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    alone: Callable[[Server], AbstractContextManager[None]],
+) -> dict[str, Any]:
+    """The shortest of a few windows of each server, taken in turns, while it is alone on the machine: without graphs a
+    step is the host's, and what else the host does only ever adds to it, to one server's for seconds on end.
     """
-    windows: dict[str, list[Window]] = {door: [] for door in clients}
+    windows: dict[str, list[Window]] = {door: [] for door in servers}
     began = time.monotonic()
     for taken in range(MOST):
         if taken >= LEAST and time.monotonic() - began >= PATIENCE:
             break
-        for door, client in clients.items():
-            windows[door].append(window(client.stream(prompts, new_tokens, timeout=300), len(prompts)))
+        for door, server in servers.items():
+            with alone(server):
+                windows[door].append(window(server.client.stream(prompts, new_tokens, timeout=300), len(prompts)))
     return {door: figures(of, len(prompts)) for door, of in windows.items()}
 
 
@@ -164,8 +171,7 @@ def run(
             mode = name.rpartition("-")[2]
             row: dict[str, Any] = {"mode": mode, "prefix": point.prefix, "bs": point.bs}
             try:
-                clients = {door: server.client for door, server in both.items()}
-                row |= measure(clients, prompts.of(point), NEW_TOKENS)
+                row |= measure(both, prompts.of(point), NEW_TOKENS, fleet.alone)
             except ServiceError as error:
                 tails = "\n".join(server.tail() for server in both.values())
                 record.bar(f"{name} at {point} could be measured", False, f"{error}\n{tails}")
