@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_patch import __main__ as command_line
-from kdtree_patch import report, report_judge, report_show, report_tally
+from kdtree_patch import arguments, report, report_judge, report_show, report_tally
 from kdtree_patch.report_judge import Finding
 from kdtree_patch.report_show import Report
 from kdtree_patch.report_tally import Log
@@ -411,7 +411,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             file.seek(0)
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
             try:
-                status = command_line.run_command()
+                status = command_line.main()
             except SystemExit as exit:
                 status = int(exit.code or 0)
         return status, *capsys.readouterr()
@@ -499,7 +499,7 @@ def test_a_file_that_is_missing_is_said_before_others_are_read(command: Command,
 
 
 def test_matplotlib_is_asked_for_first(command: Command, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     status, output, error = command(good, "--plot", good.parent / "f.png")
     assert (status, output) == (2, "") and "pip install matplotlib" in error
 
