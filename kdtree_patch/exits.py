@@ -117,7 +117,7 @@ def write(path: Path, save: Callable[[Path], object], option: str) -> None:
 
 def run(name: str, command: Callable[[], int]) -> int:
     """A command from its first line to its exit status, whatever ends it. `name` begins each line about an error."""
-    if not _standard_files(name):
+    if not standard_files(name):
         return NOT_DONE
     try:
         try:
@@ -165,7 +165,7 @@ class _Output(io.FileIO):
             raise OutputLost from error
 
 
-def _standard_files(name: str) -> bool:
+def standard_files(name: str) -> bool:
     """Whether there is a standard output; from now on its errors are OutputLost. One that is closed has to be told
     before a file is opened: the first one would be given its number, and get what is printed.
     """
