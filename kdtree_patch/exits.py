@@ -87,8 +87,10 @@ def name_of(prog: str) -> str:
 def complain(name: str, text: object) -> None:
     """A line on standard error, which may be as full or as closed as anything."""
     line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in f"{name}: {text}")
-    with contextlib.suppress(OSError):
+    try:
         print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(2)
 
 
 def write(path: Path, save: Callable[[Path], object], option: str) -> None:
@@ -98,7 +100,8 @@ def write(path: Path, save: Callable[[Path], object], option: str) -> None:
     real = Path(os.path.realpath(path))
     # Not beside a device or a pipe, and not where only the file itself is ours.
     beside = (real.is_file() or not real.exists()) and os.access(real.parent, os.W_OK)
-    part = real.with_name(f".{real.stem}-{os.getpid()}.part{real.suffix}") if beside else real
+    # The ending stays: it says in which format a picture is written.
+    part = real.with_name(f".{real.stem}-{os.getpid()}.part{path.suffix}") if beside else path
     try:
         save(part)
         if beside:
@@ -141,7 +144,7 @@ def run(name: str, command: Callable[[], int]) -> int:
         complain(name, "interrupted; what it was at is not finished: run it again")
         return INTERRUPTED
     except Exception:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the line below sees to it
             traceback.print_exc()
         complain(
             name,
@@ -151,8 +154,13 @@ def run(name: str, command: Callable[[], int]) -> int:
 
 
 def drop_output() -> None:
-    """What is still to be printed goes nowhere; the interpreter is going to flush once more when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """What is still to be printed goes nowhere."""
+    _drop(1)
+
+
+def _drop(number: int) -> None:
+    """The interpreter is going to flush once more when it ends, and would have an exit status of its own for it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 class _Output(io.FileIO):

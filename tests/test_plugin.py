@@ -142,5 +142,5 @@ def test_a_door_that_breaks_does_not_raise(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(boot, "arm", broken)
     plugin.install()
-    line = "[kdtree] declined reason=boot_failed OSError: no; the service runs stock\n"
+    line = "[kdtree] declined reason=boot_failed OSError: no; please report it; the service runs stock\n"
     assert capsys.readouterr().err == line
