@@ -105,7 +105,7 @@ def choose_sglang(wanted: Path | None) -> Path:
     if sglang is None or not (sglang / "sglang").is_dir():
         where = f"in {sglang}" if sglang else f"for {sys.executable} or in {FOLDER / '.venv'}"
         raise NotDone(f"there is no package sglang {where}", "run `make demo`, or name one with --sglang")
-    return sglang
+    return sglang.absolute()  # the child runs in another folder
 
 
 def choose_device(wanted: str | None, sglang: Path) -> tuple[str, str | None]:
