@@ -225,15 +225,18 @@ def present(document: dict[str, Any], picture: Path | None) -> int:
     from kdtree_patch.console import open_console
 
     console = open_console()
-    console.print(report.run_table(document))
-    if peers := report.peers_line(document):
-        console.print(peers)
-    console.print(report.ceilings_line(document["meta"]["ceilings"]))
-    if "host" in document["meta"]:
-        console.print(report.host_table(document["meta"]["host"]))
-    if picture is not None:
-        exits.write(picture, lambda part: report.plot(document, part), "--plot")
-        console.print(f"plot: {picture}", markup=False)
+    # Nobody has to read to the end for the picture to be drawn.
+    try:
+        console.print(report.run_table(document))
+        if peers := report.peers_line(document):
+            console.print(peers)
+        console.print(report.ceilings_line(document["meta"]["ceilings"]))
+        if "host" in document["meta"]:
+            console.print(report.host_table(document["meta"]["host"]))
+    finally:
+        if picture is not None:
+            exits.write(picture, lambda part: report.plot(document, part), "--plot")
+            say(f"{picture} is drawn")
     wrong = [row for row in document["rows"] if report.wrong(row)]
     for row in wrong:
         say(f"WRONG: {report.shape_of(row)} {row['config']}: rel {row['rel']} is not below {report.REL_LIMIT}")

@@ -60,14 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         need("matplotlib", "for --plot")
     report = Report.of(read(arguments.logs, arguments.all_starts))
-    if arguments.json:
-        print(json.dumps(document(report), indent=1, allow_nan=False))
-    else:
-        show(report)
-    # What is printed is not lost if there is nothing to draw.
-    if arguments.plot is not None:
-        plot(report, arguments.plot)
-        exits.complain("report", f"{printable(str(arguments.plot))} is drawn")
+    # What is printed is not lost if there is nothing to draw, nor the picture if nobody reads to the end.
+    try:
+        if arguments.json:
+            print(json.dumps(document(report), indent=1, allow_nan=False))
+        else:
+            show(report)
+        print(end="", flush=True)
+    finally:
+        if arguments.plot is not None:
+            plot(report, arguments.plot)
+            exits.complain("report", f"{printable(str(arguments.plot))} is drawn")
     return exits.FINDING if report.findings else exits.GOOD
 
 

@@ -298,8 +298,14 @@ def draw(report: Report) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
 
     picture, borders = heat(report)
-    mesh = left.pcolormesh(picture, norm=LogNorm(vmin=1e-5, vmax=1.0, clip=True), cmap="inferno")
-    left.set_xlabel("time" + (", one file after the other" if len(borders) > 1 else ""))
+    # A column is a stretch of passes through the layers; of several files each has a length of its own.
+    passes = 1 << report.logs[0].start.shift if len(report.logs) == 1 else 1
+    times = [passes * column for column in range(borders[-1] + 1)]
+    levels = [layer - 0.5 for layer in range(len(picture) + 1)]
+    mesh = left.pcolormesh(times, levels, picture, norm=LogNorm(vmin=1e-5, vmax=1.0, clip=True), cmap="inferno")
+    left.set_xlabel(
+        "time: compared passes through the layers" if len(report.logs) == 1 else "time: one file after the other"
+    )
     for border in borders[:-1]:
         left.axvline(border, color="white")
     left.set_ylabel("layer")
@@ -313,15 +319,15 @@ def draw(report: Report) -> Figure:
                 points.setdefault(bs, []).append((max(prefix, 1), spread.median))
     for index, (bs, some) in enumerate(sorted(points.items())):
         right.plot(*zip(*sorted(some), strict=True), "o", color=f"C{index}", label=f"bs {bs}")
-    right.axhline(report_judge.LIMIT, color="grey", linestyle="--")
+    right.axhline(report_judge.LIMIT, color="grey", linestyle="--", label=f"limit {report_judge.LIMIT:g}")
     right.grid(True, which="major", alpha=0.3)
     right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set_ylim(1e-5, 2.0)
     right.set_xlabel("prefix, tokens")
-    right.set_ylabel("median rel")
+    right.set_ylabel("median rel of all layers, a point for each rank")
     if points:
-        right.legend(ncols=1 + len(points) // 12)
+        right.legend(ncols=1 + len(points) // 12, fontsize="small")
     else:
         right.text(0.5, 0.5, "not known: no eager pass after a shapes line", ha="center", transform=right.transAxes)
     return figure

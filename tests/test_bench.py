@@ -254,8 +254,8 @@ def test_stock_that_was_not_timed(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending, starts", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_plot_from_a_stored_run(ending: str, starts: bytes, command: Command, tmp_path: Path) -> None:
     path = tmp_path / f"f.{ending}"
-    status, output, _ = command("--from", stored(tmp_path), "--plot", path)
-    assert status == 0 and f"plot: {path}" in output
+    status, _, error = command("--from", stored(tmp_path), "--plot", path)
+    assert status == 0 and error == f"bench: {path} is drawn\n"
     assert path.read_bytes().startswith(starts)
 
 

@@ -198,6 +198,17 @@ def test_reader_that_has_gone_is_no_error(line: str, folder: Path) -> None:
     assert (done.returncode, done.stderr) == (exits.READER_GONE, "")
 
 
+def test_picture_is_drawn_although_the_reader_has_gone(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for line in ("kdtree report $D/bad.log", f"kdtree bench --from {RUN}"):
+        done = shell(f"{line} --plot $D/x.png", folder, stdout=writer)
+        assert done.returncode == exits.READER_GONE and done.stderr.endswith("x.png is drawn\n")
+        assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
+        (folder / "x.png").unlink()
+    os.close(writer)
+
+
 def test_interrupt(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kdtree_patch", "demo", "--sglang", str(sglang_dir("0.5.12"))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

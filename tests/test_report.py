@@ -595,7 +595,12 @@ def test_what_is_drawn() -> None:
     left, right = figure.axes[:2]
     points = {line.get_label(): list(line.get_xdata()) for line in right.lines[:-1]}
     assert points == {"bs 1": [21] * RANKS, "bs 2": [100] * RANKS, "bs 4": [1000] * RANKS}
-    assert left.get_ylabel() == "layer"
+    assert left.get_ylabel() == "layer" and right.lines[-1].get_label() == "limit 0.02"
+    # A layer is at its number, and time is in passes where there is one file.
+    mesh = left.collections[0]
+    assert mesh.get_coordinates()[4][0].tolist() == [0, 3.5] and left.get_xlabel().endswith("one file after the other")
+    alone = report_show.draw(Report.of([logged(*service(lambda *_: BF16, 200))])).axes[0]
+    assert alone.get_xlabel().startswith("time: compared passes") and alone.get_xlim()[1] == pytest.approx(200, abs=8)
 
 
 def test_nothing_to_draw_is_said_and_the_report_shown(command: Command, tmp_path: Path) -> None:
