@@ -13,6 +13,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +52,7 @@ def table(statuses: dict[int, str]) -> str:
     """For a help text, 80 columns wide."""
     lines = []
     for status, words in sorted(statuses.items()):
-        folded = argparse.HelpFormatter("", width=72)._fill_text(words, 66, "")
-        first, *rest = folded.splitlines()
+        first, *rest = textwrap.wrap(words, 66)
         lines += [f"  {status:<4} {first}", *(f"       {line}" for line in rest)]
     return "\n".join(lines)
 

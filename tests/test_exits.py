@@ -15,6 +15,7 @@ import pytest
 
 from kdtree_patch import exits, log
 from kdtree_patch.exits import NotDone
+from kdtree_patch.settings import VARIABLES, SettingError, Settings
 from tests.support.env import REPO, sglang_dir
 
 COMMANDS = ("doctor", "demo", "compile", "selftest", "bench", "report")
@@ -141,6 +142,38 @@ def test_what_cannot_be_done_is_one_line_and_status_2(line: str, what: str, now:
     # In this order; the parts themselves may have a colon or a semicolon.
     places = [said.find(part) for part in (what, now, do)]
     assert -1 not in places and places == sorted(places), (said, places)
+
+
+# A value of each variable that cannot be understood.
+BAD_VALUES = {
+    "KDTREE_MODE": "shadw",
+    "KDTREE_VALIDATE": "yes",
+    "KDTREE_VALIDATE_EVERY": "0",
+    "KDTREE_GUARD_REL": "-1",
+    "KDTREE_GUARD_DUMP": "/tmp",
+    "KDTREE_SELFTEST": "2",
+    "KDTREE_CONFIG": "fast",
+    "KDTREE_FORWARD_MODES": "decode2",
+    "KDTREE_CACHE_DIR": "cache",
+    "KDTREE_LOG_LEVEL": "debug",
+}
+
+
+def test_every_variable_has_a_bad_value() -> None:
+    assert set(BAD_VALUES) == set(VARIABLES)
+
+
+@pytest.mark.parametrize("variable", BAD_VALUES)
+def test_a_value_that_is_not_understood(variable: str, folder: Path) -> None:
+    """The same words in a command, which then does nothing, and in a service, which then runs stock."""
+    value = BAD_VALUES[variable]
+    done = shell(f"{variable}={value} kdtree compile --arch host", folder)
+    begins = f"compile: {variable}='{value}' is not understood; {NOTHING}: "
+    assert done.returncode == exits.NOT_DONE and done.stderr.startswith(begins) and done.stderr.count("\n") == 1
+    allowed = done.stderr.removeprefix(begins).strip()
+    with pytest.raises(SettingError) as refused:
+        Settings.from_environ({variable: value})
+    assert str(refused.value) == f"{variable}='{value}' is not understood: {allowed}; the service runs stock"
 
 
 OTHERS = [
