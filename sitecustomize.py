@@ -21,7 +21,7 @@ HERE = os.path.realpath(os.path.dirname(__file__))
 def decline(reason: str, error: BaseException) -> None:
     """The one line of a failure, like those of kdtree_patch.log, which may be what is broken. Never raises."""
     try:
-        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        detail = " ".join(f"{type(error).__name__}: {error}; put the folder of the patch back as it was".split())
         print(f"[kdtree] declined reason={reason} {detail}; the service runs stock", file=sys.stderr, flush=True)
     except Exception:
         pass  # no stderr to write to: nothing that should stop the service

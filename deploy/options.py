@@ -59,7 +59,7 @@ class Options:
         """Raises UsageError with the first thing that is wrong."""
         unknown = environ.get("DEPLOY_UNKNOWN", "").split()
         if unknown:
-            raise UsageError(f"{unknown[0]} means nothing here, and nothing has been done: {', '.join(NAMES)} do")
+            raise UsageError(f"{unknown[0]} means nothing here, {', '.join(NAMES)} do")
         given = {name: environ.get(f"DEPLOY_{name}", "") for name in NAMES}
         words = [*given["HOST"].split(), *given["HOSTS"].split()]
         if len(given["HOST"].split()) > 1:
@@ -90,7 +90,7 @@ def _host(word: str) -> Host:
         )
     port = int(match["port"]) if match["port"] else None
     if port is not None and not 0 < port < 65536:
-        raise UsageError(f"HOST={word!r}: there is no port {port}")
+        raise UsageError(f"HOST={word!r}: there is no port {port}, allowed are 1 to 65535")
     return Host(match["name"] or match["address"], match["user"], port)
 
 
@@ -106,7 +106,10 @@ def _unit(text: str) -> str:
         raise UsageError("UNIT is missing: the systemd unit of the service, UNIT=sglang-k26-ddtree")
     name = text if text.endswith(".service") else f"{text}.service"
     if not _UNIT.fullmatch(name) or len(name) > 255:
-        raise UsageError(f"UNIT={text!r} is no name of a service unit")
+        raise UsageError(
+            f"UNIT={text!r} is no name of a service unit: letters, digits, ':', '_', '.', '-', '@' and '\\\\', as "
+            "`systemctl list-units` has it"
+        )
     if name.endswith("@.service"):
         raise UsageError(f"UNIT={text!r} is a template: name an instance of it, such as {text.split('@')[0]}@0")
     return name

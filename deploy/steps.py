@@ -21,6 +21,8 @@ from deploy.bundle import BundleError, Source
 from deploy.host import wire
 from deploy.options import Host, Options, operator
 from deploy.remote import ConnectionLost, Remote, RemoteError, Unreachable
+from kdtree_patch import exits
+from kdtree_patch.exits import BROKEN, DEPLOY_STATUSES, FINDING, GOOD, NOT_DONE, RESTORED, STATUSES, UNKNOWN, OutputLost
 
 _POLL_SECONDS = 1.0
 _POLL_LIMIT = 60
@@ -30,15 +32,16 @@ _QUIET_POLLS = 3
 _RECONNECT_SECONDS = 300.0
 
 
-# The exit status of a command. Make itself makes 2 of each that is not 0.
-GOOD = 0
-FINDING = 1  # refused, or something to look at: no service has been touched
-USAGE = 2
-RESTORED = 3  # it failed, and the service is as it was before
-BROKEN = 4  # it failed, and the service is not: somebody has to look at it
-UNKNOWN = 5  # the connection was lost while the host was at work: `make status` tells
-INTERRUPTED = 130
+# The exit statuses are those of kdtree_patch/exits.py. Make itself makes 2 of each that is not 0.
 _STATUS = {"untouched": FINDING, "restored": RESTORED, "broken": BROKEN}
+# What to do, after an error and what it means for the service.
+_NEXT = {
+    FINDING: "put that right, and run the same again",
+    NOT_DONE: "write it as README.md has it, and run it again",
+    RESTORED: "the reason is above, and in `make logs`; put that right, and run the same again",
+    BROKEN: "see `make status` and `make logs`; then the same again, `make rollback` or `make undeploy`",
+    UNKNOWN: "see `make status`; the same again finishes the job, or says that nothing is to be done",
+}
 
 
 class Stop(Exception):
@@ -62,7 +65,12 @@ FAILURES = (Stop, BundleError, RemoteError, ConnectionLost)
 
 
 def say(text: str = "") -> None:
-    print(wire.printable(text), flush=True)
+    """Nobody has to listen: a change that is under way is followed to its end, for its status."""
+    try:
+        print(wire.printable(text), flush=True)
+    except OutputLost as lost:
+        exits.drop_output()
+        exits.complain("deploy", f"standard output cannot be written any more ({lost.__cause__}); this goes on without")
 
 
 def step(name: str, host: Host) -> None:
@@ -76,8 +84,10 @@ def _run(action: Callable[[Options], None]) -> Callable[[Options], int]:
         try:
             action(options)
         except FAILURES as error:
+            status = error.status if isinstance(error, Stop) else FINDING
             say(f"FAILED: {error}")
-            return error.status if isinstance(error, Stop) else FINDING
+            say(f"exit status {status}: {(STATUSES | DEPLOY_STATUSES)[status]}: {_NEXT[status]}")
+            return status
         return GOOD
 
     return command
@@ -272,7 +282,7 @@ def _simple(action: str, options: Options) -> None:
             raise Stop(
                 f"{word} is for `make deploy` alone, and nothing has been done: `make status` shows what "
                 f"`make {action}` would take back",
-                USAGE,
+                NOT_DONE,
             )
 
     def change(index: int) -> None:

@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
+from kdtree_patch.exits import NotDone
 from kdtree_patch.log import set_level
 from kdtree_patch.settings import SettingError, Settings
 
@@ -51,15 +53,23 @@ def plot_file(text: str) -> Path:
     return path
 
 
-def settings_of_environment(command: str) -> Settings | None:
-    """The settings that a service with this environment has, its log level set. None if a variable is not understood:
-    then standard error says which.
+def need(package: str, purpose: str = "", otherwise: str = "") -> None:
+    """Raises NotDone where a package is not installed."""
+    if find_spec(package) is None:
+        raise NotDone(
+            f"the package {package} is needed{purpose and ' ' + purpose} and not installed in {sys.prefix}",
+            otherwise or f"pip install {package}, or `make setup`, which installs requirements-dev.txt",
+        )
+
+
+def settings_of_environment() -> Settings:
+    """The settings that a service with this environment has, its log level set. Raises NotDone if a variable is not
+    understood.
     """
     try:
         settings = Settings.from_environ(os.environ)
     except SettingError as error:
         # Not str(error), which tells what a service does.
-        print(f"{command}: {error.variable}={error.value!r} is not understood: {error.allowed}", file=sys.stderr)
-        return None
+        raise NotDone(f"{error.variable}={error.value!r} is not understood", error.allowed) from error
     set_level(settings.log_level)
     return settings

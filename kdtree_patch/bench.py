@@ -16,15 +16,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kdtree_patch.arguments import PLOT_FORMATS, output_file, plot_file
-from kdtree_patch.bench_shapes import PORTABLE_SHAPES, SHAPES, SWEEP, BenchError, Shape, parse_shape
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from kdtree_patch import exits
+from kdtree_patch.arguments import PLOT_FORMATS, need, output_file, plot_file
+from kdtree_patch.bench_shapes import PORTABLE_SHAPES, SHAPES, SWEEP, Shape, parse_shape
+from kdtree_patch.exits import NotDone
 
 CONFIGS = ("portable", "hopper")
 REFERENCE_RUN = Path(__file__).resolve().parents[1] / "docs" / "results" / "h200.json"
@@ -39,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Times one layer of verify attention in bf16 with a tree mask and scattered slots: our kernel, "
         "SGLang's, and FlashInfer's and FlashMLA's where they are installed, in one run, ours checked against float64. "
         "Needs an NVIDIA GPU, and SGLang where Python finds it; --predict, --host and --from need neither. "
-        "Exit status: 0 good, 1 a result was wrong, 2 wrong usage or no GPU.",
+        "Exit status: 0 good, 1 a result was wrong, 2 not done: wrong usage, no GPU.",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -69,8 +67,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--shapes",
         nargs="+",
         type=parse_shape,
-        metavar="BS,Q_LEN,HEADS,PREFIX",
-        help="only these shapes, e.g. 1,9,8,4096",
+        metavar="SHAPE",
+        help="only these shapes: batch size, q_len, heads and prefix, e.g. 1,9,8,4096",
     )
     what.add_argument(
         "--sweep", action="store_true", help="also batch sizes 1 to 64 by prefixes 256 to 131072, for the plot"
@@ -86,18 +84,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        check(arguments)
-        if arguments.predict:
-            return predict(arguments)
-        if arguments.host:
-            return host(arguments)
-        if arguments.source is not None:
-            return show(arguments)
-        return measure(arguments)
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    check(arguments)
+    if arguments.predict:
+        return predict(arguments)
+    if arguments.host:
+        return host(arguments)
+    if arguments.source is not None:
+        return show(arguments)
+    return measure(arguments)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -106,12 +100,14 @@ def check(arguments: argparse.Namespace) -> None:
     def refuse(mode: str, **given: Any) -> None:
         for option, value in given.items():
             if value:
-                raise BenchError(f"{mode} and --{option} do not go together")
+                raise NotDone(f"{mode} and --{option} do not go together", "leave one of them out")
 
     if arguments.predict:
         refuse("--predict", plot=arguments.plot)
         if arguments.config not in (None, "portable"):
-            raise BenchError(f"--predict knows the portable configuration alone, not {arguments.config}")
+            raise NotDone(
+                f"--predict knows the portable configuration alone, not {arguments.config}", "leave out --config"
+            )
     elif arguments.host:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
         refuse("--host", **{"from": arguments.source}, **options)
@@ -120,15 +116,9 @@ def check(arguments: argparse.Namespace) -> None:
         refuse("--from without --predict", **options)
     need("rich")
     if arguments.plot is not None:
-        need("matplotlib", " for --plot")
-
-
-def need(package: str, purpose: str = "") -> None:
-    if find_spec(package) is None:
-        raise BenchError(
-            f"the package {package} is needed{purpose} and not installed in {sys.prefix}: pip install {package}, or "
-            "`make setup`, which installs requirements-dev.txt"
-        )
+        need("matplotlib", "for --plot")
+    if not arguments.predict and arguments.source is None:
+        need("torch", "to measure", "run it with the service's interpreter")
 
 
 def command_of(arguments: argparse.Namespace) -> str:
@@ -144,15 +134,8 @@ def command_of(arguments: argparse.Namespace) -> str:
 
 def write_json(path: Path | None, document: Any) -> None:
     if path is not None:
-        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def open_console(stderr: bool = False) -> Console:
-    """In a file or a pipe rich would assume 80 columns."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        exits.write(path, lambda part: part.write_text(text), "--json")
 
 
 # ---------------------------------------------------------------------------------------------------------- with a GPU
@@ -162,9 +145,9 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise BenchError(
-            "torch sees no NVIDIA GPU here, and there is nothing to time without one "
-            "(--predict, --host and --from need none)"
+        raise NotDone(
+            "torch sees no NVIDIA GPU here, and there is nothing to time without one",
+            "run it where there is one; --predict, --host and --from need none",
         )
     from kdtree_patch import bench_host as host
     from kdtree_patch import bench_measure as measuring
@@ -195,9 +178,13 @@ def measure(arguments: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     rows.sort(key=lambda row: row["config"] != own)  # the forced configuration's rows below the GPU's own
     document = dict(meta=measuring.about(command_of(arguments)) | dict(ceilings=ceilings, host=host_time), rows=rows)
-    # The file first: it has taken minutes, and nothing that goes wrong with a picture shall cost it.
-    write_json(arguments.json, document)
-    return present(document, arguments.plot)
+    # The file first: it has taken minutes, and nothing that goes wrong with a picture shall cost it. Nor the table, if
+    # it is the file that goes wrong.
+    try:
+        write_json(arguments.json, document)
+    finally:
+        status = present(document, arguments.plot)
+    return status
 
 
 def say(text: str) -> None:
@@ -207,6 +194,8 @@ def say(text: str) -> None:
 @contextmanager
 def progress(steps: int) -> Iterator[Step]:
     """A bar on a terminal; elsewhere a line for each step, so that a log shows how far a run has come."""
+    from kdtree_patch.console import open_console
+
     console = open_console(stderr=True)
     if console.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -233,17 +222,21 @@ def progress(steps: int) -> Iterator[Step]:
 
 def present(document: dict[str, Any], picture: Path | None) -> int:
     from kdtree_patch import bench_report as report
+    from kdtree_patch.console import open_console
 
     console = open_console()
-    console.print(report.run_table(document))
-    if peers := report.peers_line(document):
-        console.print(peers)
-    console.print(report.ceilings_line(document["meta"]["ceilings"]))
-    if "host" in document["meta"]:
-        console.print(report.host_table(document["meta"]["host"]))
-    if picture is not None:
-        report.plot(document, picture)
-        console.print(f"plot: {picture}", markup=False)
+    # Nobody has to read to the end for the picture to be drawn.
+    try:
+        console.print(report.run_table(document))
+        if peers := report.peers_line(document):
+            console.print(peers)
+        console.print(report.ceilings_line(document["meta"]["ceilings"]))
+        if "host" in document["meta"]:
+            console.print(report.host_table(document["meta"]["host"]))
+    finally:
+        if picture is not None:
+            exits.write(picture, lambda part: report.plot(document, part), "--plot")
+            say(f"{picture} is drawn")
     wrong = [row for row in document["rows"] if report.wrong(row)]
     for row in wrong:
         say(f"WRONG: {report.shape_of(row)} {row['config']}: rel {row['rel']} is not below {report.REL_LIMIT}")
@@ -263,6 +256,7 @@ def host(arguments: argparse.Namespace) -> int:
     import torch
 
     from kdtree_patch import bench_host, bench_measure, bench_report
+    from kdtree_patch.console import open_console
 
     on_gpu = torch.cuda.is_available()
     kernel = bench_measure.load_kernel(arguments.config or "auto") if on_gpu else bench_host.kernel_without_gpu()
@@ -275,14 +269,12 @@ def host(arguments: argparse.Namespace) -> int:
 
 def predict(arguments: argparse.Namespace) -> int:
     from kdtree_patch import bench_predict, bench_report
+    from kdtree_patch.console import open_console
 
     source = arguments.source or REFERENCE_RUN
     reference = bench_report.read_run(source)
     shapes: Sequence[Shape] = arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ()))
-    try:
-        predicted = bench_predict.predict(reference, tuple(dict.fromkeys(shapes)))
-    except BenchError as error:
-        raise BenchError(f"{source}: {error}") from error
+    predicted = bench_predict.predict(reference, tuple(dict.fromkeys(shapes)))
     origin = {name: reference["meta"][name] for name in ("command", "gpu", "date")} | {"file": source.name}
     meta = dict(
         kind="prediction", command=command_of(arguments), date=datetime.date.today().isoformat(), reference=origin

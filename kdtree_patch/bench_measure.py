@@ -21,8 +21,9 @@ import torch
 
 from kdtree_patch import __version__
 from kdtree_patch.bench_peers import PEERS, installed_peers
-from kdtree_patch.bench_shapes import BenchError, Shape, floor_us
+from kdtree_patch.bench_shapes import Shape, floor_us
 from kdtree_patch.compile import KERNELS, import_cupy
+from kdtree_patch.exits import NotDone
 from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
 from kdtree_patch.route import is_fatal
 from kdtree_patch.tiles import HEAD_DIM, LATENT
@@ -39,12 +40,12 @@ Say = Callable[[str], None]
 
 
 def load_kernel(config: str = "auto") -> VerifyKernel:
-    """The kernel on the current GPU, in a configuration (as `VerifyKernel.load` has it). Raises BenchError."""
+    """The kernel on the current GPU, in a configuration (as `VerifyKernel.load` has it). Raises NotDone."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         return VerifyKernel.load(device, config=config)
     except KernelUnavailable as error:
-        raise BenchError(f"{error.reason}: {error}") from error
+        raise NotDone(f"there is no kernel: {error.reason}: {error}", "see `python -m kdtree_patch doctor`") from error
 
 
 def stock_kernel() -> Stock | None:
@@ -106,7 +107,11 @@ def mma_sync_tflops(iterations: int = 16384) -> float:
 
         milliseconds = do_bench(run, return_mode="median")
     if not bool(sink.isfinite().all()):
-        raise BenchError("the mma.sync loop left something that is not a number: its rate cannot be trusted")
+        raise NotDone(
+            "the mma.sync loop left something that is not a number",
+            "see whether the GPU is sound (nvidia-smi, dmesg), and run it again",
+            "its rate, and with it the floor, cannot be trusted",
+        )
     return blocks * mma_operations_of_block(iterations) / milliseconds / 1e9
 
 

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kdtree_patch.bench_shapes import BenchError, Shape, floor_us, moved_bytes, operations, shape_of
+from kdtree_patch.bench_shapes import Shape, floor_us, moved_bytes, operations, shape_of
+from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT
 
 CONFIG = "portable"
@@ -165,12 +166,12 @@ def fit(run: Mapping[str, Any]) -> tuple[Model, Gpu, float]:
     meta = run["meta"]
     gpu = REFERENCES.get(meta["gpu"])
     if gpu is None:
-        raise BenchError(f"the run is of a {meta['gpu']}; predictions can start from one of {', '.join(REFERENCES)}")
+        raise NotDone(f"the run is of a {meta['gpu']}", f"predictions can start from one of {', '.join(REFERENCES)}")
     rate = meta["ceilings"].get("mma_sync_tflops")
     if rate is None:
-        raise BenchError(
-            "the run has no mma_sync_tflops among its ceilings, so the part of it that the kernel achieves is not "
-            "known: it was made by an earlier version; make it again with `bench --json F`"
+        raise NotDone(
+            "the run has no mma_sync_tflops among its ceilings, and so no fraction that the kernel achieves",
+            "it was made by an earlier version; make it again with `bench --json F`",
         )
     rows = portable_rows(run)
     counts = [count(shape_of(row), gpu) for row in rows]
@@ -179,9 +180,9 @@ def fit(run: Mapping[str, Any]) -> tuple[Model, Gpu, float]:
     times = np.array([row["kernel_cold_us"] for row in rows])
     solution, _, rank, _ = np.linalg.lstsq(terms / times[:, None], np.ones(len(rows)), rcond=None)
     if rank < 3 or solution[2] <= 0:
-        raise BenchError(
-            f"the run's {len(rows)} rows of the configuration {CONFIG} do not determine the model: it needs short and "
-            "long prefixes, and one that is not cut; make the run without --shapes"
+        raise NotDone(
+            f"the run's {len(rows)} rows of the configuration {CONFIG} do not determine the model",
+            "it needs short and long prefixes, and one that is not cut: make the run without --shapes",
         )
     start, combine, slowness = map(float, solution)
     model = Model(start, combine, 1 / slowness, meta["ceilings"]["copy_tb_s"] / gpu.bandwidth_tb_s)

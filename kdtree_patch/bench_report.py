@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdtree_patch.bench_shapes import BenchError, shape_of
+from kdtree_patch.bench_shapes import shape_of
+from kdtree_patch.exits import NotDone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ Row = Mapping[str, Any]
 # Triton's own error against float64 on these shapes is 0.0017 to 0.0018.
 REL_LIMIT = 0.002
 
+_NAME_ANOTHER = "name a file that --json of this command has written"
 _NUMBER = (int, float)
 _META = {"command": str, "gpu": str, "date": str, "versions": dict, "ceilings": dict}
 _ROW: dict[str, type | tuple[type, ...]] = {
@@ -36,20 +38,20 @@ _ROW: dict[str, type | tuple[type, ...]] = {
 
 
 def read_json(path: Path) -> Any:
-    """Raises BenchError, which says why, for a file that is none."""
+    """Raises NotDone, which says why, for a file that is none."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise BenchError(f"{path} cannot be read ({error.strerror})") from error
+        raise NotDone(f"{path} cannot be read: {error.strerror}", _NAME_ANOTHER) from error
     except ValueError as error:
-        raise BenchError(f"{path} is not JSON ({error})") from error
+        raise NotDone(f"{path} is not JSON ({error})", _NAME_ANOTHER) from error
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """A run as the benchmark wrote it. Raises BenchError for anything else."""
+    """A run as the benchmark wrote it. Raises NotDone for anything else."""
     run: dict[str, Any] = read_json(path)
     for what in violations(run):
-        raise BenchError(f"{path} is not a run of the benchmark: {what}")
+        raise NotDone(f"{path} is not a run of the benchmark: {what}", _NAME_ANOTHER)
     return run
 
 
@@ -208,14 +210,16 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
     """Writes a picture: speed-up over stock and percent of floor over the prefix length, one line for each batch size
     (and configuration, if there are several). The format is that of the file's ending.
 
-    A plot has one q_len and one number of heads: those that most rows have. Raises BenchError if nothing is left.
+    A plot has one q_len and one number of heads: those that most rows have. Raises NotDone if nothing is left.
     """
     from matplotlib.figure import Figure
 
     # A logarithmic axis has no place for an empty prefix.
     rows = [row for row in run["rows"] if row["prefix"] > 0]
     if not rows:
-        raise BenchError("there is no row with a prefix, and so nothing to plot")
+        raise NotDone(
+            "there is no row with a prefix", "leave out --plot, or draw a run that has one", "nothing has been drawn"
+        )
     (q_len, heads), _ = Counter((row["q_len"], row["heads"]) for row in rows).most_common(1)[0]
     rows = [row for row in rows if (row["q_len"], row["heads"]) == (q_len, heads)]
     figure = Figure(figsize=(11, 4.5), layout="constrained")

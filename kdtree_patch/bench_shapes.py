@@ -14,10 +14,6 @@ from kdtree_patch.tiles import HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN
 POOL_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-class BenchError(Exception):
-    """What was asked for cannot be done here; the message says why and what to do."""
-
-
 class Shape(NamedTuple):
     """One verify call whose requests all have the same prefix."""
 

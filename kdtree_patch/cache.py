@@ -328,7 +328,9 @@ def first_usable(wanted: Path | None, use: Callable[[PrivateDirectory], Path]) -
         for name, why in problems:
             if name not in _warned:
                 _warned.add(name)
-                get_logger().warning("cache directory %s cannot be used (%s): using %s", name, why, used)
+                get_logger().warning(
+                    "cache directory %s cannot be used (%s): using %s; KDTREE_CACHE_DIR names another", name, why, used
+                )
         return result, temporary
     raise CacheUnusable("; ".join(f"{name}: {why}" for name, why in problems))
 

@@ -186,7 +186,9 @@ class Both:
             if is_fatal(error):
                 raise
             if self._ledger.first("uncompared graph"):
-                words = "validation of a CUDA graph failed: %s: %s; this graph runs stock"
+                words = (
+                    "validation of a CUDA graph failed: %s: %s; this graph runs stock: report it, unless it is memory"
+                )
                 log.get_logger().warning(words, type(error).__name__, error)
             return "stock", "validation_failed", result if shadow else self._stock(routed.args, routed.kwargs)
         if work is not None:

@@ -358,10 +358,16 @@ def _gxx_command() -> list[str]:
     try:
         command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     except ValueError:
-        raise CompileError("compiler_missing", f"CXX={os.environ['CXX']!r} is not a command") from None
+        raise CompileError(
+            "compiler_missing", f"CXX={os.environ['CXX']!r} is not a command: name a C++17 compiler, or unset it"
+        ) from None
     program = shutil.which(command[0])
     if program is None:
-        hint = "CXX names it" if os.environ.get("CXX") else "install g++, or set CXX to a C++17 compiler"
+        hint = (
+            "CXX names it: name another C++17 compiler, or unset it"
+            if os.environ.get("CXX")
+            else "install g++, or set CXX to a C++17 compiler"
+        )
         raise CompileError("compiler_missing", f"{command[0]} is not found in PATH; {hint}")
     return [program, *command[1:]]
 
@@ -385,7 +391,9 @@ def _run_gxx(command: list[str], scratch: str | None = None) -> subprocess.Compl
     except subprocess.TimeoutExpired:
         raise CompileError("compile_failed", f"{command[0]} took longer than {_GXX_LIMIT:.0f} s") from None
     except OSError as error:
-        raise CompileError("compiler_missing", f"{command[0]} cannot be run ({error.strerror})") from error
+        raise CompileError(
+            "compiler_missing", f"{command[0]} cannot be run ({error.strerror}): set CXX to another one"
+        ) from error
 
 
 def sanitizer_runtime() -> str:

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "compile",
         help="compile the kernel, without a GPU; registers, spills and shared memory per variant",
         description="Compiles the kernel with NVRTC, or with g++ for the CPU, and puts it into the cache. Exit status: "
-        "0 good; 1 if a target does not compile, a kernel spills or does not fit; 2 wrong usage.",
+        "0 good; 1 if a target does not compile, a kernel spills or does not fit; 2 not done.",
     )
     parser.add_argument(
         "--arch",
@@ -42,9 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = settings_of_environment("compile")
-    if settings is None:
-        return 2
+    settings = settings_of_environment()
     targets = list(
         dict.fromkeys(arguments.arch or compiling.visible_targets(config=settings.config) or compiling.GPU_TARGETS)
     )

@@ -3,7 +3,8 @@
 Starts a process as a service would be started, with this folder and SGLang on PYTHONPATH and validation on, watches the
 lines that an operator would grep for, and judges them: is the patch installed, did the shapes line come, has every
 layer been computed twice, and are the two results close enough. On a GPU if SGLang can use one here, otherwise on the
-CPU: then SGLang's kernel runs in Triton's interpreter and ours is the same CUDA source compiled by g++.
+CPU: then SGLang's kernel runs in Triton's interpreter and ours is the same CUDA source compiled by g++. demo_screen.py
+has the table on a terminal, demo_plot.py the picture.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from kdtree_patch.arguments import output_file, whole_number
+from kdtree_patch import exits
+from kdtree_patch.arguments import PLOT_FORMATS, need, output_file, plot_file, whole_number
 from kdtree_patch.compile import visible_targets
+from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import MAX_HEADS, MAX_Q_LEN
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -45,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="SGLang's real Triton backend, patched, on the reference case, with every layer validated",
         description="Runs one verify pass through SGLang's real Triton backend, patched through sitecustomize, with "
         "every layer computed by both kernels. The defaults are the reference case. Of the environment's KDTREE_* "
-        "variables only KDTREE_CACHE_DIR counts: the demo sets what it needs itself. Exit status: 0 good, 1 a finding, "
-        "2 wrong usage.",
+        "variables only KDTREE_CACHE_DIR counts: the demo sets what it needs itself. On a terminal a "
+        "table fills up below the lines; into a pipe go the lines alone. Exit status: 0 PASS, 1 FAIL, 2 not done.",
     )
 
     def number(name: str, least: int, most: int | None, default: int | None, help: str) -> None:
@@ -62,20 +65,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where to run (a GPU if SGLang can use one)")
     parser.add_argument("--sglang", type=Path, metavar="PATH", help="the folder that holds the package sglang")
     parser.add_argument("--json", type=output_file, metavar="F", help="also write what was seen to this file")
+    parser.add_argument(
+        "--plot",
+        type=plot_file,
+        metavar="F",
+        help=f"also draw rel and max_abs_diff of each layer, and the tree of drafts ({', '.join(PLOT_FORMATS)})",
+    )
     parser.set_defaults(run=run)
 
 
-class UsageError(Exception):
-    """What was asked for cannot be done here."""
-
-
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        sglang = choose_sglang(arguments.sglang)
-        case = Case(arguments, *choose_device(arguments.device, sglang))
-    except UsageError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+    if arguments.plot is not None:
+        need("matplotlib", "for --plot")
+    sglang = choose_sglang(arguments.sglang)
+    case = Case(arguments, *choose_device(arguments.device, sglang))
     screen = open_screen(case)
     story = Story()
     try:
@@ -86,17 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
         screen.close()
     checks = judge(case, story)
     screen.verdict(story, checks)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(case, story, checks), indent=2) + "\n")
-    return 0 if all(check.passed for check in checks) else 1
+    if arguments.json is not None:
+        document = json.dumps(as_json(case, story, checks), indent=2) + "\n"
+        exits.write(arguments.json, lambda part: part.write_text(document), "--json")
+    if arguments.plot is not None:
+        from kdtree_patch import demo_plot
+
+        exits.write(arguments.plot, lambda part: demo_plot.plot(case, story, part), "--plot")
+        exits.complain("demo", f"{arguments.plot} is drawn")
+    return exits.GOOD if all(check.passed for check in checks) else exits.FINDING
 
 
 def choose_sglang(wanted: Path | None) -> Path:
     sglang = wanted or find_sglang()
     if sglang is None or not (sglang / "sglang").is_dir():
         where = f"in {sglang}" if sglang else f"for {sys.executable} or in {FOLDER / '.venv'}"
-        raise UsageError(f"there is no package sglang {where}; run `make demo`, or name one with --sglang")
-    return sglang
+        raise NotDone(f"there is no package sglang {where}", "run `make demo`, or name one with --sglang")
+    return sglang.absolute()  # the child runs in another folder
 
 
 def choose_device(wanted: str | None, sglang: Path) -> tuple[str, str | None]:
@@ -107,7 +116,7 @@ def choose_device(wanted: str | None, sglang: Path) -> tuple[str, str | None]:
     usable = not hidden and bool(visible_targets())
     if wanted == "cuda" and not usable:
         why = "CUDA_VISIBLE_DEVICES hides them all" if hidden else "there is none here that the kernel runs on"
-        raise UsageError(f"--device cuda needs an NVIDIA GPU, and {why}; --device cpu needs none")
+        raise NotDone(f"--device cuda needs an NVIDIA GPU, and {why}", "--device cpu needs none")
     if wanted == "cuda" or (usable and (find_spec("sgl_kernel") is not None or (sglang / "sgl_kernel").is_dir())):
         return "cuda", None
     return "cpu", "SGLang needs the package sglang-kernel to use it, and that is not installed" if usable else None
@@ -135,14 +144,16 @@ class Case:
         self.layers: int = arguments.layers
         bs, q_len, prefix = arguments.bs, arguments.q_len, arguments.prefix
         if device == "cpu" and dtype == "bfloat16":
-            raise UsageError(
+            raise NotDone(
                 "--dtype bfloat16 needs a GPU: on the CPU SGLang's kernel runs in Triton's interpreter, which computes "
-                "bfloat16 products wrongly, so there is nothing to compare with"
+                "bfloat16 products wrongly, so there is nothing to compare with",
+                "leave out --dtype",
             )
         tokens = bs * (prefix + q_len)
         if arguments.slots is not None and arguments.slots <= tokens:
-            raise UsageError(
-                f"--slots must be {tokens + 1} or more: {tokens} tokens (bs * (prefix + q_len)) and the padding slot"
+            raise NotDone(
+                f"--slots must be {tokens + 1} or more: {tokens} tokens (bs * (prefix + q_len)) and the padding slot",
+                "leave out --slots for enough of them",
             )
         self.shapes = (
             f"q=({bs * q_len}, {arguments.heads}, 576)",
@@ -216,6 +227,7 @@ class Story:
 
     machine: dict[str, Any] = field(default_factory=dict)
     backend: dict[str, Any] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)
     done: dict[str, Any] = field(default_factory=dict)
     installed: str | None = None
     shapes: list[str] = field(default_factory=list)
@@ -229,8 +241,11 @@ class Story:
         if source == "exit":
             self.status = line
         elif source == "stdout":
-            event = json.loads(line)
-            setattr(self, event.pop("event"), event)
+            try:
+                event = json.loads(line)
+                setattr(self, event.pop("event"), event)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self.other.append(line)  # somebody else's sitecustomize has printed it, before the child could begin
         elif line.startswith("[kdtree] "):
             self._hear_of_ours(line)
         else:
@@ -379,8 +394,11 @@ class Screen(Protocol):
 
 
 def open_screen(case: Case) -> Screen:
-    """With rich where it is installed. A service's environment may not have it, and the demo has to run there too."""
-    if find_spec("rich") is None:
+    """A table where somebody looks on: not in a pipe, and not in a CI that keeps what would be drawn over. Nor without
+    rich, which a service's environment may not have.
+    """
+    seen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
+    if not seen or find_spec("rich") is None:
         return PlainScreen()
     from kdtree_patch.demo_screen import LiveScreen
 
@@ -400,9 +418,10 @@ class PlainScreen:
     def verdict(self, story: Story, checks: list[Check]) -> None:
         if not checks[0].passed:
             print(*story.other, sep="\n")
-        print(*headline(story), sep="\n")
+        print("", *headline(story), sep="\n")
+        width = max(len(check.name) for check in checks)
         for check in checks:
-            print(f"  {'ok  ' if check.passed else 'FAIL'} {check.name}: {check.seen}")
+            print(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<{width}}  {check.seen}")
         if advice := first_advice(checks):
             print(advice)
         print("PASS" if all(check.passed for check in checks) else "FAIL")
@@ -421,4 +440,7 @@ def headline(story: Story) -> list[str]:
     ]
     if machine["why"]:
         lines.append(f"not on the GPU: {machine['why']}")
+    if story.done:
+        layers, seconds = len(story.layers), story.done["seconds"]
+        lines.append(f"{layers} layers by both kernels, and compared, in {seconds} s")
     return lines

@@ -62,6 +62,9 @@ def main() -> None:
     )
 
     call = demo_backend.verify_batch(bed, [prefix] * bs)
+    assert call.custom_mask is not None
+    tree = call.custom_mask[: q_len * (prefix + q_len)].view(q_len, prefix + q_len)[:, prefix:].int().tolist()
+    report("call", tree=["".join(map(str, row)) for row in tree])  # which drafts of the first request see which
     started = time.monotonic()
     for layer in range(layers):
         demo_backend.forward(bed, call, layer)

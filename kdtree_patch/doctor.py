@@ -28,12 +28,13 @@ COLOURS = {OK: "32", "serve": "32", "shadow": "32", PART: "33", UNKNOWN: "33", S
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        usage="python -m kdtree_patch doctor [-h] [--json] [--compile] [-- SERVICE COMMAND LINE]",
+        usage="python -m kdtree_patch doctor [-h] [--json] [--compile]\n"
+        "                                     [-- SERVICE COMMAND LINE]",
         help="what the service will do with the patch when it is restarted, and why",
         description="Looks at what a restart of the service would meet, and says what will come of it. Run it with the "
         "service's own interpreter, as its user, in its environment. It changes nothing and is safe beside a running "
         "service. Exit status: 0 verify calls will be served, or compared in shadow mode; 1 they will not, or not all, "
-        "or it cannot be told; 2 wrong usage.",
+        "or it cannot be told; 2 not done: wrong usage.",
     )
     parser.add_argument(
         "service",
@@ -47,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="also compile what is not in the cache, and run the self-test on a GPU that has 2 GiB free",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, hint="those of the service go behind --")
 
 
 def run(arguments: argparse.Namespace) -> int:

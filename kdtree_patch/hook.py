@@ -123,7 +123,8 @@ class Worker:
         if self.ledger.first(("process", declined.reason)) and not (declined.quiet and self._spoken):
             self._spoken = True
             if declined.alarming:
-                log.get_logger().error("declined reason=%s %s; the service runs stock", declined.reason, declined)
+                words = log.advised(declined.reason, str(declined))
+                log.get_logger().error("declined reason=%s %s; the service runs stock", declined.reason, words)
             else:
                 log.stays_stock(declined.reason, str(declined), **declined.facts)
 
@@ -344,7 +345,7 @@ def try_out(kernel: Kernel) -> None:
     if wrong:
         worst = max(wrong, key=lambda one: (one.rel != one.rel, one.rel))
         detail = f"{len(wrong)} cases are wrong, the worst {worst.name}: rel={worst.rel:.2e}, allowed {worst.limit:.0e}"
-        raise Declined("selftest_failed", f"{detail}; python -m kdtree_patch selftest shows them all", alarming=True)
+        raise Declined("selftest_failed", detail, alarming=True)
 
 
 def about(settings: Settings, kernel: Kernel, rank: int | None) -> Mapping[str, object]:

@@ -73,7 +73,8 @@ class Ledger:
         if self.disabled is None:
             self.disabled = reason
             self.first(("declined", reason))  # the calls that are declined from now on are counted; this line says why
-            log.get_logger().error("disabled reason=%s %s; verify calls run stock from here on", reason, message)
+            words = log.advised(reason, message)
+            log.get_logger().error("disabled reason=%s %s; verify calls run stock from here on", reason, words)
             if reason == GUARD and self.meters is not None:
                 self.meters.tripped()
 
@@ -88,6 +89,7 @@ class Ledger:
             if is_fatal(error):
                 raise
             if self.first(("failed", what)):
-                log.get_logger().warning("%s failed: %s: %s", what, type(error).__name__, error)
+                words = "%s failed: %s: %s; the call's own result is whole: report it, unless it is memory"
+                log.get_logger().warning(words, what, type(error).__name__, error)
             return False
         return True

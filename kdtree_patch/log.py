@@ -17,6 +17,29 @@ PREFIX = "[kdtree] "
 NAME = "kdtree_patch"
 
 
+# What somebody who reads the line does next, for the reasons whose own words do not say it already.
+TO_DO = {
+    "boot_failed": "please report it",
+    "hook_failed": "please report it",
+    "package_broken": "put the folder of the patch back as it was released",
+    "contract": "please report it: a later version may know this one",
+    "no_speculation": "nothing is wrong, unless --speculative-algorithm was forgotten",
+    "not_mla": "take the patch off this service's PYTHONPATH",
+    "draft_only": "nothing is wrong: the target model's backend says its own line",
+    "deterministic": "leave out --enable-deterministic-inference",
+    "device": "the patch is for NVIDIA GPUs alone",
+    "compute_capability": "use another GPU, or take the patch off this host",
+    "load_failed": "python -m kdtree_patch doctor --compile tries it; please report it",
+    "compile_failed": "python -m kdtree_patch compile tries it; please report it",
+    "cache_unwritable": "set KDTREE_CACHE_DIR to a folder that the service's user can write to",
+    "selftest_failed": "python -m kdtree_patch selftest shows the cases; please report it",
+    "guard": "please report it with this line",
+    "guard_failed": "a WARNING before this says why: if it is memory, leave the service some more",
+    "launch_failed": "when it is mended, restart the service",
+    "v_not_latent": "do not use the patch with this model",
+}
+
+
 class _StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is at the time of the line, not at the time of the import (services redirect it)."""
 
@@ -75,6 +98,11 @@ def _quoted(value: object) -> str:
     return f'"{text}"' if " " in text else text
 
 
+def advised(reason: str, detail: str) -> str:
+    """`detail`, and what to do about it."""
+    return "; ".join(part for part in (detail, TO_DO.get(reason, "")) if part)
+
+
 def installed(**values: object) -> None:
     """`[kdtree] installed k=v ...`: this process serves verify calls."""
     _say(logging.ERROR, "installed", fields(values))
@@ -86,8 +114,10 @@ def declined(reason: str, detail: str = "", **values: object) -> None:
 
 
 def stays_stock(reason: str, detail: str, **values: object) -> None:
-    """`[kdtree] declined reason=<code> k=v ... detail; the service runs stock`: this process serves nothing."""
-    _say(logging.ERROR, f"declined reason={reason}", fields(values), f"{detail}; the service runs stock")
+    """`[kdtree] declined reason=<code> k=v ... detail; what to do; the service runs stock`: it serves nothing."""
+    _say(
+        logging.ERROR, f"declined reason={reason}", fields(values), f"{advised(reason, detail)}; the service runs stock"
+    )
 
 
 def _say(rank: int, *parts: str) -> None:

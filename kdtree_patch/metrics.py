@@ -23,12 +23,16 @@ def of_service(server_args: Any) -> Metrics | None:
     if getattr(server_args, "enable_metrics", False) is not True:
         return None
     if not os.environ.get(DIRECTORY):
-        log.get_logger().warning("metrics are on, but %s is not set: ours are not exported", DIRECTORY)
+        log.get_logger().warning(
+            "metrics are on, but %s is not set; ours are not exported: set it to a folder", DIRECTORY
+        )
         return None
     try:
         return Metrics()
     except Exception as error:
-        log.get_logger().warning("metrics failed: %s: %s; ours are not exported", type(error).__name__, error)
+        log.get_logger().warning(
+            "metrics failed: %s: %s; ours are not exported, calls are served as before", type(error).__name__, error
+        )
         return None
 
 
@@ -43,7 +47,9 @@ def safely(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args)
         except Exception as error:
             self.off = True
-            log.get_logger().warning("metrics failed: %s: %s; ours stop here", type(error).__name__, error)
+            log.get_logger().warning(
+                "metrics failed: %s: %s; ours stop here, calls are served as before", type(error).__name__, error
+            )
 
     return call
 

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import BinaryIO
 
-from kdtree_patch import report_read
-from kdtree_patch.arguments import PLOT_FORMATS, plot_file
+from kdtree_patch import exits, report_read
+from kdtree_patch.arguments import PLOT_FORMATS, need, plot_file
+from kdtree_patch.exits import NotDone
 from kdtree_patch.report_read import printable
-from kdtree_patch.report_show import PlotError, Report, document, plot, say, show
+from kdtree_patch.report_show import Report, document, plot, show
 from kdtree_patch.report_tally import Log
 
 CHUNK = 1 << 20
@@ -28,6 +29,8 @@ CHUNK = 1 << 20
 LARGE = 16 << 20
 # What logrotate leaves, by its first bytes, and the program that shows it.
 COMPRESSED = {b"\x1f\x8b": "zcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh": "bzcat"}
+
+_NAME_A_LOG = "name a log that you may read, or pipe it: journalctl -u UNIT | ... report -"
 
 Advance = Callable[[int], None]
 
@@ -39,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Reads the [kdtree] lines of a service's logs, per layer and per rank, picks out what differs from "
         "the rest, and says what to check. Each file is judged by itself and ranks are compared over all of them; of a "
         "file with several starts of the service, the last one. Prefixes of journald, docker and SGLang are tolerated. "
-        "Exit status: 0 nothing found, 1 findings (or no [kdtree] line at all), 2 wrong usage or an unreadable file.",
+        "Exit status: 0 nothing found, 1 findings (or no [kdtree] line at all), 2 not done.",
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a file, or - for standard input (journalctl -u UNIT |)")
     parser.add_argument("--all-starts", action="store_true", help="judge all starts of the service together")
@@ -53,38 +56,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-class ReportError(Exception):
-    """What cannot be read or drawn, and why."""
-
-
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.plot is not None:
+        need("matplotlib", "for --plot")
+    report = Report.of(read(arguments.logs, arguments.all_starts))
+    # What is printed is not lost if there is nothing to draw, nor the picture if nobody reads to the end.
     try:
-        if arguments.plot is not None and find_spec("matplotlib") is None:
-            raise ReportError(
-                f"the package matplotlib is needed for --plot and not installed in {sys.prefix}: "
-                "pip install matplotlib, or `make setup`"
-            )
-        report = Report.of(read(arguments.logs, arguments.all_starts))
         if arguments.json:
             print(json.dumps(document(report), indent=1, allow_nan=False))
         else:
             show(report)
-        # What is printed is not lost if there is nothing to draw.
+        print(end="", flush=True)
+    finally:
         if arguments.plot is not None:
             plot(report, arguments.plot)
-            say(f"{printable(str(arguments.plot))} is drawn")
-    except (ReportError, PlotError) as error:
-        say(str(error))
-        return 2
-    return 1 if report.findings else 0
+            exits.complain("report", f"{printable(str(arguments.plot))} is drawn")
+    return exits.FINDING if report.findings else exits.GOOD
 
 
 def read(names: Sequence[str], all_starts: bool) -> list[Log]:
-    """All files to their sums. Raises ReportError, before anything is read if a file is not there."""
+    """All files to their sums. Raises NotDone, before anything is read if a file is not there."""
     if names.count("-") > 1:
-        raise ReportError("standard input (-) can be read once")
+        raise NotDone("standard input (-) can be read once, and is named twice", "name it once")
     if "-" in names and sys.stdin is None:
-        raise ReportError("standard input is closed")
+        raise NotDone("standard input is closed", "pipe a log into it: journalctl -u UNIT |")
     sizes = [0 if name == "-" else _size(name) for name in names]
     logs = []
     with _progress(sum(sizes), "-" in names) as advance:
@@ -95,7 +90,11 @@ def read(names: Sequence[str], all_starts: bool) -> list[Log]:
                 with open(sys.stdin.fileno() if name == "-" else name, "rb", closefd=name != "-") as file:
                     log.read(report_read.lines(_chunks(file, log.name, advance)))
             except OSError as error:
-                raise ReportError(f"{log.name} cannot be read: {error.strerror}") from error
+                raise NotDone(
+                    f"{log.name} cannot be read: {error.strerror}",
+                    "copy it to where it can be read",
+                    "nothing has been judged",
+                ) from error
             except KeyboardInterrupt:
                 # Of `journalctl -f` there is no other end.
                 log.interrupted = True
@@ -107,13 +106,13 @@ def _size(name: str) -> int:
     try:
         found = os.stat(name)
         if stat.S_ISDIR(found.st_mode):
-            raise ReportError(f"{printable(name)} is a folder, and not a log")
+            raise NotDone(f"{printable(name)} is a folder, and not a log", "name the files in it")
         with open(name, "rb"):
             return found.st_size
     except OSError as error:
-        raise ReportError(f"{printable(name)} cannot be read: {error.strerror}") from error
+        raise NotDone(f"{printable(name)} cannot be read: {error.strerror}", _NAME_A_LOG) from error
     except ValueError as error:  # a NUL in the name
-        raise ReportError(f"{printable(name)} cannot be read: {error}") from error
+        raise NotDone(f"{printable(name)} cannot be read: {error}", _NAME_A_LOG) from error
 
 
 def _chunks(file: BinaryIO, name: str, advance: Advance) -> Iterator[bytes]:
@@ -122,7 +121,7 @@ def _chunks(file: BinaryIO, name: str, advance: Advance) -> Iterator[bytes]:
     first = True
     while chunk := read(CHUNK):
         if first and (program := next((tool for magic, tool in COMPRESSED.items() if chunk.startswith(magic)), None)):
-            raise ReportError(f"{name} is compressed: {program} {name} | python -m kdtree_patch report -")
+            raise NotDone(f"{name} is compressed", f"{program} {name} | python -m kdtree_patch report -")
         first = False
         yield chunk
         advance(len(chunk))
@@ -134,10 +133,11 @@ def _progress(size: int, piped: bool) -> Iterator[Advance]:
     if find_spec("rich") is None or not sys.stderr.isatty() or (size < LARGE and not piped):
         yield lambda count: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    from kdtree_patch.console import open_console
+
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=open_console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None if piped else size)
         yield lambda count: bar.update(task, advance=count)

@@ -92,7 +92,7 @@ class Names:
         }
 
     def rank(self, log: Log, number: int | None) -> str:
-        name = "no rank said" if number is None else f"rank {number}"
+        name = "unnumbered rank" if number is None else f"rank {number}"
         return f"{name} of {self.file(log)}" if number in self._doubled else name
 
     def file(self, log: Log) -> str:

@@ -7,7 +7,6 @@ report has to be readable there too. Knows report_judge's findings and report_ta
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdtree_patch import report_judge
+from kdtree_patch import exits, report_judge
+from kdtree_patch.exits import NotDone
 from kdtree_patch.report_judge import Finding, Names, ends, ones, ranks_of
-from kdtree_patch.report_read import printable
 from kdtree_patch.report_tally import SLOTS, Cell, Log, Spread
 
 if TYPE_CHECKING:
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
 Row = tuple[str, ...]
 Table = tuple[str, Row, list[Row]]
-
-
-class PlotError(Exception):
-    """A picture that cannot be drawn, and why."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +86,9 @@ class _Screen:
     def __init__(self) -> None:
         self._console: Any = None
         if find_spec("rich") is not None:
-            from rich.console import Console
+            from kdtree_patch.console import open_console
 
-            class PipedConsole(Console):
-                def on_broken_pipe(self) -> None:
-                    """rich would exit with 1, which is a finding; __main__.py knows what to do."""
-                    raise BrokenPipeError
-
-            console = PipedConsole(highlight=False)
-            # In a file or a pipe rich would assume 80 columns.
-            self._console = console if console.is_terminal else PipedConsole(highlight=False, width=160)
+            self._console = open_console()
 
     def line(self, text: str, style: str = "") -> None:
         if self._console is None:
@@ -288,11 +276,9 @@ def _finite(value: float) -> float | None:
 
 def plot(report: Report, path: Path) -> None:
     """Layers over time, coloured by the worst rel of all ranks; and rel over the prefix. The format is that of the
-    file's ending. Raises PlotError."""
-    try:
-        draw(report).savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise PlotError(f"{path}: {printable(str(error))}") from error
+    file's ending. Raises NotDone."""
+    figure = draw(report)
+    exits.write(path, lambda part: figure.savefig(part, dpi=150), "--plot")
 
 
 def draw(report: Report) -> Figure:
@@ -301,15 +287,25 @@ def draw(report: Report) -> Figure:
 
     everything = [one for one in ones(report.logs) if one.cell.lines]
     if not everything:
-        raise PlotError("there is no layer line with a rel, and so nothing to plot")
+        raise NotDone(
+            "there is no layer line with a rel, and so nothing to plot",
+            "start the service with KDTREE_VALIDATE=1, or in shadow mode, for such lines",
+            "nothing has been drawn",
+        )
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     # A file's name is not a formula.
     figure.suptitle(report.verdict.replace("$", r"\$")[:150], fontsize=10)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
 
     picture, borders = heat(report)
-    mesh = left.pcolormesh(picture, norm=LogNorm(vmin=1e-5, vmax=1.0, clip=True), cmap="inferno")
-    left.set_xlabel("time" + (", one file after the other" if len(borders) > 1 else ""))
+    # A column is a stretch of passes through the layers; of several files each has a length of its own.
+    passes = 1 << report.logs[0].start.shift if len(report.logs) == 1 else 1
+    times = [passes * column for column in range(borders[-1] + 1)]
+    levels = [layer - 0.5 for layer in range(len(picture) + 1)]
+    mesh = left.pcolormesh(times, levels, picture, norm=LogNorm(vmin=1e-5, vmax=1.0, clip=True), cmap="inferno")
+    left.set_xlabel(
+        "time: compared passes through the layers" if len(report.logs) == 1 else "time: one file after the other"
+    )
     for border in borders[:-1]:
         left.axvline(border, color="white")
     left.set_ylabel("layer")
@@ -323,15 +319,15 @@ def draw(report: Report) -> Figure:
                 points.setdefault(bs, []).append((max(prefix, 1), spread.median))
     for index, (bs, some) in enumerate(sorted(points.items())):
         right.plot(*zip(*sorted(some), strict=True), "o", color=f"C{index}", label=f"bs {bs}")
-    right.axhline(report_judge.LIMIT, color="grey", linestyle="--")
+    right.axhline(report_judge.LIMIT, color="grey", linestyle="--", label=f"limit {report_judge.LIMIT:g}")
     right.grid(True, which="major", alpha=0.3)
     right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set_ylim(1e-5, 2.0)
     right.set_xlabel("prefix, tokens")
-    right.set_ylabel("median rel")
+    right.set_ylabel("median rel of all layers, a point for each rank")
     if points:
-        right.legend(ncols=1 + len(points) // 12)
+        right.legend(ncols=1 + len(points) // 12, fontsize="small")
     else:
         right.text(0.5, 0.5, "not known: no eager pass after a shapes line", ha="center", transform=right.transAxes)
     return figure
@@ -355,7 +351,3 @@ def heat(report: Report) -> tuple[list[list[float]], list[int]]:
             row.extend(more)
         borders.append(len(rows[0]))
     return rows, borders
-
-
-def say(text: str) -> None:
-    print(f"report: {text}", file=sys.stderr, flush=True)

@@ -253,7 +253,10 @@ class VerifyRouter:
             return
         if self._capturing():
             if self.ledger.first("metadata graph"):
-                words = "the metadata of CUDA graphs is replayed from a graph: replays are neither counted nor logged"
+                words = (
+                    "the metadata of CUDA graphs is replayed from a graph; replays are neither counted nor logged: "
+                    "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH if they should be"
+                )
                 log.get_logger().warning(words)
             if self._both is not None:
                 self._both.open_gates(recording)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kdtree_patch import bench, bench_host, bench_measure, bench_peers, bench_report, bench_shapes
+from kdtree_patch import arguments, bench, bench_host, bench_measure, bench_peers, bench_report, bench_shapes, console
 from kdtree_patch.bench_shapes import (
     PORTABLE_SHAPES,
     SHAPES,
@@ -63,7 +63,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (["--host", "--sweep"], "bench: --host and --sweep do not go together"),
         (["--host", "--from", "f"], "bench: --host and --from do not go together"),
         (["--from", "f", "--config", "portable"], "bench: --from without --predict and --config do not go together"),
-        (["--from", "/nonexistent/f"], "bench: /nonexistent/f cannot be read (No such file or directory)"),
+        (["--from", "/nonexistent/f"], "bench: /nonexistent/f cannot be read: No such file or directory"),
         ([], "bench: torch sees no NVIDIA GPU here"),
     ],
     ids=str,
@@ -84,7 +84,7 @@ def test_wrong_usage_is_said_before_anything_runs(
 def test_missing_package_is_named(
     package: str, words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == package else object())
     status, _, error = command(*words)
     assert status == 2
     assert f"the package {package} is needed" in error and f"pip install {package}" in error
@@ -202,7 +202,8 @@ def broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 )
 def test_other_files_are_not_taken_for_runs(run: Any, says: str, command: Command, tmp_path: Path) -> None:
     path = stored(tmp_path, run)
-    assert command("--from", path)[::2] == (2, f"bench: {path} is not a run of the benchmark: {says}\n")
+    status, _, error = command("--from", path)
+    assert status == 2 and error.startswith(f"bench: {path} is not a run of the benchmark: {says}; nothing has been ")
 
 
 def test_file_that_is_not_json(command: Command, tmp_path: Path) -> None:
@@ -253,8 +254,8 @@ def test_stock_that_was_not_timed(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending, starts", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_plot_from_a_stored_run(ending: str, starts: bytes, command: Command, tmp_path: Path) -> None:
     path = tmp_path / f"f.{ending}"
-    status, output, _ = command("--from", stored(tmp_path), "--plot", path)
-    assert status == 0 and f"plot: {path}" in output
+    status, _, error = command("--from", stored(tmp_path), "--plot", path)
+    assert status == 0 and error == f"bench: {path} is drawn\n"
     assert path.read_bytes().startswith(starts)
 
 
@@ -276,7 +277,7 @@ def test_lines_of_the_plot() -> None:
 def test_empty_prefix_has_no_place_on_a_logarithmic_axis(command: Command, tmp_path: Path) -> None:
     run = broken(lambda run: [row.update(prefix=0) for row in run["rows"]])
     status, _, error = command("--from", stored(tmp_path, run), "--plot", tmp_path / "f.png")
-    assert (status, error) == (2, "bench: there is no row with a prefix, and so nothing to plot\n")
+    assert status == 2 and error.startswith("bench: there is no row with a prefix; nothing has been drawn: ")
 
 
 # -------------------------------------------------------------------------------------------- a run, without its GPU
@@ -360,8 +361,8 @@ def test_what_is_measured(
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar that says what is being measured now and how much is done."""
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(bench, "open_console", lambda stderr=False: console)
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(console, "open_console", lambda stderr=False: terminal)
     with bench.progress(2) as step:
         step("ceilings")
         step("bs 1, prefix 21")
@@ -377,6 +378,13 @@ def test_wrong_result_of_a_run_is_kept_and_found(
     status, _, error = command("--shapes", "1,9,8,21", "--json", path)
     assert status == 1 and "WRONG: 1,9,8,21 hopper: rel None" in error
     assert bench_report.read_run(path)["rows"][0]["rel"] is None
+
+
+def test_full_disk_costs_no_figure_of_a_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    status, output, error = command("--shapes", "1,9,8,21", "--json", "/dev/full")
+    assert status == 2 and "NVIDIA Paper: us a layer" in output and "ceilings: " in output
+    assert "bench: /dev/full cannot be written: No space left on device; " in error
 
 
 def test_shape_that_does_not_fit_costs_no_other(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from kdtree_patch import bench, bench_predict, bench_report
 from kdtree_patch.bench_predict import GPUS, PORTABLE, REFERENCES, Counts, Gpu, Model, count, deal
-from kdtree_patch.bench_shapes import SHAPES, BenchError, Shape, moved_bytes
+from kdtree_patch.bench_shapes import SHAPES, Shape, moved_bytes
 from kdtree_patch.compile import cached_binary
+from kdtree_patch.exits import NotDone
 from tests.support.bench import RUN, Command, bench_command, stored
 from tests.support.cases import host_kernel, make_case
 
@@ -165,21 +166,24 @@ def test_only_portable_rows_count() -> None:
 def test_too_few_rows_are_no_model(rows: int) -> None:
     run = a_run(MODEL)
     run["rows"] = run["rows"][:rows]
-    with pytest.raises(BenchError, match=rf"the run's {rows} rows of the configuration portable do not determine"):
+    with pytest.raises(NotDone, match=rf"the run's {rows} rows of the configuration portable do not determine"):
         bench_predict.fit(run)
 
 
 def test_run_of_an_unknown_gpu_is_no_reference() -> None:
     run = a_run(MODEL)
     run["meta"]["gpu"] = "NVIDIA Paper"
-    with pytest.raises(BenchError, match="the run is of a NVIDIA Paper; predictions can start from one of NVIDIA H200"):
+    with pytest.raises(
+        NotDone,
+        match="the run is of a NVIDIA Paper; nothing has been done: predictions can start from one of NVIDIA H200",
+    ):
         bench_predict.fit(run)
 
 
 def test_run_without_the_mma_sync_rate_is_no_reference() -> None:
     run = a_run(MODEL)
     del run["meta"]["ceilings"]["mma_sync_tflops"]
-    with pytest.raises(BenchError, match="no mma_sync_tflops among its ceilings"):
+    with pytest.raises(NotDone, match="no mma_sync_tflops among its ceilings"):
         bench_predict.fit(run)
 
 

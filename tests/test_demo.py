@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import math
 import os
+import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from kdtree_patch import demo
+from kdtree_patch import demo, demo_plot, demo_screen
+from kdtree_patch.exits import NotDone
 from tests.support.env import REPO, sglang_dir
 
 INSTALLED = "[kdtree] installed version=0.1.0 device=cpu"
@@ -42,6 +48,8 @@ def test_reference_case(release: str, tmp_path: Path) -> None:
         range(61)
     )
     assert lines[-1].strip() == "PASS"
+    # A pipe gets lines and nothing that only a terminal understands.
+    assert all(one.isprintable() for line in lines for one in line)
     report = json.loads(report_file.read_text())
     assert report["passed"] and report["worst_rel"] < 1e-3
     assert report["backend"]["sglang"] == release
@@ -51,7 +59,8 @@ def test_reference_case(release: str, tmp_path: Path) -> None:
 
 def test_a_batch_of_another_shape(tmp_path: Path) -> None:
     options = ["--bs", "3", "--prefix", "0", "--q-len", "4", "--heads", "3", "--layers", "2"]
-    finished = run_demo(tmp_path, "--sglang", str(sglang_dir("0.5.12")), *options)
+    here = os.path.relpath(sglang_dir("0.5.12"), tmp_path)  # as a user would write it
+    finished = run_demo(tmp_path, "--sglang", here, *options)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "q=(12, 3, 576)" in finished.stdout and "kv_len_max=0" in finished.stdout and "mask=(48,)" in finished.stdout
 
@@ -104,7 +113,7 @@ def test_the_device_is_a_gpu_only_where_one_can_be_used(tmp_path: Path, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(demo, "visible_targets", lambda: [])
     assert demo.choose_device(None, tmp_path) == ("cpu", None)
-    with pytest.raises(demo.UsageError, match="there is none here"):
+    with pytest.raises(NotDone, match="there is none here"):
         demo.choose_device("cuda", tmp_path)
     monkeypatch.setattr(demo, "visible_targets", lambda: ["sm_90"])
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
@@ -129,7 +138,9 @@ def story(*lines: str, routed: int = 3) -> demo.Story:
     told.hear("stdout", json.dumps({"event": "machine", "dtype": "float16", "gpu": None, "why": None, "torch": "2"}))
     for line in lines:
         told.hear("stderr", line)
-    told.hear("stdout", json.dumps({"event": "done", "stored": True, "routed": {"kernel verify": routed}}))
+    told.hear(
+        "stdout", json.dumps({"event": "done", "stored": True, "routed": {"kernel verify": routed}, "seconds": 1})
+    )
     told.hear("exit", "0")
     return told
 
@@ -201,4 +212,99 @@ def test_plain_screen_shows_lines_and_verdict(capsys: pytest.CaptureFixture[str]
     screen.verdict(told, demo.judge(case(), told))
     shown = capsys.readouterr().out
     assert shown.startswith(LAYERS[0])
-    assert "FAIL layer lines: 2 of 3" in shown and "missing: L2" in shown and shown.endswith("FAIL\n")
+    assert re.search("FAIL +layer lines +2 of 3", shown) and "missing: L2" in shown and shown.endswith("FAIL\n")
+
+
+# What is seen.
+
+
+def on_terminal(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """The demo on a terminal of 100 columns and 30 lines."""
+    ours, theirs = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
+    env |= {"PYTHONPATH": str(REPO), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"} | variables
+    command = [sys.executable, "-m", "kdtree_patch", "demo", "--sglang", str(sglang_dir("0.5.12")), *arguments]
+    process = subprocess.Popen(command, env=env, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        shown += chunk
+    os.close(ours)
+    return process.wait(60), shown.decode()
+
+
+def test_a_table_fills_up_on_a_terminal_and_a_picture_is_drawn(tmp_path: Path) -> None:
+    status, shown = on_terminal(tmp_path, "--layers", "3", "--plot", "demo.svg")
+    assert status == 0 and shown.rstrip().endswith("demo: demo.svg is drawn")
+    assert "0 of 3" in shown and "3 of 3" in shown and "\x1b[1;32mPASS" in shown
+    # Drawn over, again and again; and the lines that an operator greps for, once each.
+    assert shown.count("\x1b[1mmax_abs_diff") > 2 and shown.count("[kdtree] L1 max_abs_diff=") == 1
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<?xml") and "the mask of the first request" in picture
+
+
+@pytest.mark.parametrize("variables", [{"CI": "true"}, {"TERM": "dumb"}], ids=str)
+def test_no_table_where_nobody_looks_on(tmp_path: Path, variables: dict[str, str]) -> None:
+    status, shown = on_terminal(tmp_path, "--layers", "1", **variables)
+    assert status == 0 and shown.rstrip().endswith("PASS")
+    assert "\x1b" not in shown
+
+
+def screen_of(layers: int, width: int, height: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, io.StringIO]:
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, height=height, color_system=None, force_terminal=True)
+    monkeypatch.setattr(demo_screen, "open_console", lambda: console)
+    screen = demo_screen.LiveScreen(layers)
+    screen.close()
+    shown.truncate(0)
+    return screen, shown
+
+
+@pytest.mark.parametrize(("width", "columns"), [(140, 4), (80, 2)], ids=["wide", "narrow"])
+def test_all_layers_have_a_place(width: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, shown = screen_of(61, width, 40, monkeypatch)
+    told = story(INSTALLED, SHAPES, *(layer_line(index) for index in range(60)), layer_line(60, "1.08e+00"))
+    screen.verdict(told, demo.judge(case(layers=61), told))
+    rows = [row for row in shown.getvalue().splitlines() if re.match(r" +L\d", row)]
+    assert len(rows) == 21 and [len(row.split()) // columns for row in rows] == [3] * 19 + [2] * 2
+    assert [word for row in rows for word in row.split() if word.startswith("L")][:3] == ["L0", "L21", "L42"]
+    assert "1.08e+00" in rows[18] and "FAIL" in shown.getvalue()
+
+
+def test_the_last_layers_where_there_is_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, _ = screen_of(200, 80, 24, monkeypatch)
+    console = Console(width=80, color_system=None)
+    for come, first, last in ((0, 0, 47), (100, 52, 99), (200, 152, 199)):
+        told = story(INSTALLED, SHAPES, *(layer_line(index) for index in range(come)))
+        with console.capture() as capture:
+            console.print(screen._table(told, 12))
+        numbers = [int(word[1:]) for word in capture.get().split() if re.fullmatch(r"L\d+", word)]
+        assert (min(numbers), max(numbers), len(numbers)) == (first, last, 48)
+        assert all(len(row) <= 80 for row in capture.get().splitlines())
+
+
+def test_a_layer_that_is_no_number_is_drawn_as_a_bad_one() -> None:
+    told = story(INSTALLED, SHAPES, LAYERS[0], layer_line(1, "nan"), layer_line(2, "0.0000e+00"))
+    told.hear("stdout", json.dumps({"event": "call", "tree": ["100", "110", "101"]}))
+    rel, elements, tree = demo_plot.draw(case(prefix=100, q_len=3), told).axes
+    drawn = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in rel.lines[:2]}
+    assert drawn == {"within the limit": {0: 2.1e-4, 2: 1e-7}, "beyond it, or not a number": {1: 2.0}}
+    assert not math.isnan(rel.get_ylim()[0]) and elements.get_xlabel() == "layer"
+    assert [list(map(int, row[-3:])) for row in tree.images[0].get_array()] == [[2, 0, 0], [2, 2, 0], [2, 0, 2]]
+    assert "the first 76 of the prefix are left out" in tree.get_xlabel()
+
+
+def test_a_run_that_made_no_call_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
+    demo_plot.plot(case(), demo.Story(), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("said", ["hello", "3", '{"a": 1}', "[]"])
+def test_what_others_print_on_stdout_is_not_the_childs_report(said: str) -> None:
+    told = story(INSTALLED, SHAPES, *LAYERS)
+    told.hear("stdout", said)
+    assert failures(told) == {} and list(told.other) == [said]

@@ -15,6 +15,7 @@ import pytest
 from deploy.bundle import Source
 from deploy.host import wire
 from deploy.options import Host, Options
+from kdtree_patch import exits
 
 
 class ConnectionLost(Exception):
@@ -137,9 +138,44 @@ def test_only_what_root_has_logged_is_the_transactions(steps: Any, monkeypatch: 
     assert " --identifier=kdtree-deploy-1 _UID=0; " in asked[0]
 
 
-def test_statuses_are_all_different(steps: Any) -> None:
-    names = ("GOOD", "FINDING", "USAGE", "RESTORED", "BROKEN", "UNKNOWN", "INTERRUPTED")
-    assert len({getattr(steps, name) for name in names}) == len(names)
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        ("untouched", "exit status 1: refused, or `status` has something to report: no service has been touched: put "),
+        ("restored", "exit status 3: it failed, and the service is as it was before: the reason is above, and in "),
+        (
+            "broken",
+            "exit status 4: it failed, and the service is not as it was: somebody has to look at it: see `make ",
+        ),
+        ("lost", "exit status 5: the connection was lost while the host was at work: `make status` tells: see `make "),
+    ],
+)
+def test_failure_says_what_it_means_for_the_service_and_what_to_do(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: str, says: str
+) -> None:
+    does = outcome if outcome == "lost" else {"ok": False, "reason": "no", "outcome": outcome}
+    run(steps, monkeypatch, "rollback", h1=does)
+    failed, last = capsys.readouterr().out.splitlines()[-2:]
+    assert failed.startswith("FAILED: ") and last.startswith(says)
+
+
+def test_reader_that_has_gone_stops_no_change(
+    steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make deploy | head`: the status is still that of the change."""
+
+    def gone(text: str) -> str:
+        if not dropped:
+            raise exits.OutputLost from BrokenPipeError(32, "Broken pipe")
+        return text
+
+    dropped: list[bool] = []
+    monkeypatch.setattr(steps.wire, "printable", gone)
+    monkeypatch.setattr(exits, "drop_output", lambda: dropped.append(True))
+    assert run(steps, monkeypatch, "rollback", h1={"ok": False, "reason": "no", "outcome": "restored"}) == 3
+    captured = capsys.readouterr()
+    assert dropped == [True] and captured.err.count("this goes on without") == 1
+    assert "FAILED: h1: no" in captured.out
 
 
 def test_change_stops_at_the_first_host_that_fails_and_names_the_rest(
@@ -162,7 +198,9 @@ def test_every_host_is_asked_whatever_the_others_say(
     assert Remote.asked == [f"{action} {host}" for host in ("h1", "h2", "h3")]
     output = capsys.readouterr().out
     assert "FINDING: no route" in output and "FINDING: a change was cut off" in output
-    assert ("1-a" in output) == (action == "status") and output.endswith("FAILED: see what was found on h1, h2\n")
+    assert ("1-a" in output) == (
+        action == "status"
+    ) and "\nFAILED: see what was found on h1, h2\nexit status 1: " in output
     assert run(steps, monkeypatch, action, h3=good) == 0
 
 

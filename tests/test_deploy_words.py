@@ -158,7 +158,7 @@ def test_a_word_that_means_nothing_is_refused(makefile: Path) -> None:
     """DRYRUN=1 for DRY_RUN=1 would otherwise be a deployment."""
     words = make(makefile, "HOST=h1", "UNIT=x", "DRYRUN=1", "PYTHON=python3", "ARGS=")
     assert words == {"HOST": "h1", "UNIT": "x", "UNKNOWN": "DRYRUN"}
-    with pytest.raises(UsageError, match="DRYRUN means nothing here, and nothing has been done: HOST, .* DRY_RUN"):
+    with pytest.raises(UsageError, match="DRYRUN means nothing here, HOST, .* DRY_RUN"):
         options(**words)
 
 

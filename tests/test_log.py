@@ -39,13 +39,18 @@ def test_installed_and_declined(capsys: pytest.CaptureFixture[str]) -> None:
     log.declined("cupy_missing")
     assert capsys.readouterr().err.splitlines() == [
         '[kdtree] installed version=0.1.0 gpu="NVIDIA H200" tp_rank=0',
-        "[kdtree] declined reason=contract sglang=0.6.0 this SGLang differs; the service runs stock",
+        "[kdtree] declined reason=contract sglang=0.6.0 this SGLang differs; please report it: a later version may "
+        "know this one; the service runs stock",
         "[kdtree] declined reason=kv_dtype layer=0 such calls run stock",
         "[kdtree] declined reason=cupy_missing",
     ]
 
 
-ALWAYS = ["installed v=1", "declined reason=contract no; the service runs stock", "ERROR oh"]
+ALWAYS = [
+    "installed v=1",
+    "declined reason=contract no; please report it: a later version may know this one; the service runs stock",
+    "ERROR oh",
+]
 SAID = {
     "info": [*ALWAYS, "declined reason=dtype", "calls served=10"],
     "warning": [*ALWAYS, "declined reason=dtype"],

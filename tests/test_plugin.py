@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kdtree_patch import boot
+from kdtree_patch import __version__, boot
 from tests.support.env import RELEASES, REPO, child_env, sglang_dir
 
 MODULE = boot.BACKEND_MODULE
@@ -36,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("kdtree_patch", "kernels"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "sitecustomize.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "sitecustomize.py"):
         shutil.copy(REPO / name, folder)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "out"), str(folder))
     (built,) = (folder / "out").glob("*.whl")
@@ -74,6 +76,24 @@ def test_the_wheel_has_the_package_and_the_kernels_and_nothing_else(wheel: Path)
     modules = {f"kdtree_patch/{path.name}" for path in (REPO / "kdtree_patch").glob("*.py")}
     inside = {name for name in files if ".dist-info/" not in name}
     assert inside == modules | {f"kdtree_patch/{name}" for name in sources if "__pycache__" not in name}
+
+
+def test_the_wheel_says_its_version_and_its_licence(wheel: Path) -> None:
+    """The version of the package, in the name of the file and within; the text of the licence, not its name alone."""
+    archive = zipfile.ZipFile(wheel)
+    info = f"kdtree_patch-{__version__}.dist-info"
+    assert wheel.name == f"kdtree_patch-{__version__}-py3-none-any.whl"
+    facts = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    assert (facts["Version"], facts["License-Expression"]) == (__version__, "Apache-2.0")
+    assert facts.get_all("License-File") == ["LICENSE"]
+    assert archive.read(f"{info}/licenses/LICENSE") == (REPO / "LICENSE").read_bytes()
+    assert b"Apache License\n                           Version 2.0" in (REPO / "LICENSE").read_bytes()
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert 'dynamic = ["version"]' in (REPO / "pyproject.toml").read_text()
+    (first,) = re.findall(r"^## \[(.+?)\]", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)[:1]
+    assert first == __version__
 
 
 def test_the_kernel_compiles_and_is_right_from_the_wheel(site: Path, tmp_path: Path) -> None:
@@ -142,5 +162,5 @@ def test_a_door_that_breaks_does_not_raise(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(boot, "arm", broken)
     plugin.install()
-    line = "[kdtree] declined reason=boot_failed OSError: no; the service runs stock\n"
+    line = "[kdtree] declined reason=boot_failed OSError: no; please report it; the service runs stock\n"
     assert capsys.readouterr().err == line

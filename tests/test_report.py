@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_patch import __main__ as command_line
-from kdtree_patch import report, report_judge, report_show, report_tally
+from kdtree_patch import arguments, report, report_judge, report_show, report_tally
 from kdtree_patch.report_judge import Finding
 from kdtree_patch.report_show import Report
 from kdtree_patch.report_tally import Log
@@ -411,7 +411,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             file.seek(0)
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
             try:
-                status = command_line.run_command()
+                status = command_line.main()
             except SystemExit as exit:
                 status = int(exit.code or 0)
         return status, *capsys.readouterr()
@@ -499,7 +499,7 @@ def test_a_file_that_is_missing_is_said_before_others_are_read(command: Command,
 
 
 def test_matplotlib_is_asked_for_first(command: Command, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     status, output, error = command(good, "--plot", good.parent / "f.png")
     assert (status, output) == (2, "") and "pip install matplotlib" in error
 
@@ -595,7 +595,12 @@ def test_what_is_drawn() -> None:
     left, right = figure.axes[:2]
     points = {line.get_label(): list(line.get_xdata()) for line in right.lines[:-1]}
     assert points == {"bs 1": [21] * RANKS, "bs 2": [100] * RANKS, "bs 4": [1000] * RANKS}
-    assert left.get_ylabel() == "layer"
+    assert left.get_ylabel() == "layer" and right.lines[-1].get_label() == "limit 0.02"
+    # A layer is at its number, and time is in passes where there is one file.
+    mesh = left.collections[0]
+    assert mesh.get_coordinates()[4][0].tolist() == [0, 3.5] and left.get_xlabel().endswith("one file after the other")
+    alone = report_show.draw(Report.of([logged(*service(lambda *_: BF16, 200))])).axes[0]
+    assert alone.get_xlabel().startswith("time: compared passes") and alone.get_xlim()[1] == pytest.approx(200, abs=8)
 
 
 def test_nothing_to_draw_is_said_and_the_report_shown(command: Command, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kdtree_patch import __main__ as command_line
+from kdtree_patch import bench, compile_command, demo, doctor, report, selftest_command
 from tests.support.env import REPO
 
 
@@ -98,6 +102,70 @@ def test_python_that_does_not_exist_is_not_ignored(checkout: Path) -> None:
         1,
         "error: PYTHON=/nonexistent/python is missing: name a Python 3.10 to 3.13, or leave PYTHON out.\n",
     )
+
+
+# --------------------------------------------------------------------------------------------------------- CONTRIBUTING
+
+CONTRIBUTING = (REPO / "CONTRIBUTING.md").read_text()
+BLOCKS = re.findall(r"^(?: {4}){1,2}(\S.*)$", CONTRIBUTING, re.MULTILINE)
+INLINE = re.findall(r"`([^`\n]+)`", CONTRIBUTING)
+LINES = [line for line in dict.fromkeys([*BLOCKS, *INLINE]) if re.match(r"make |\.ci/|\.venv/bin/|PYTHONPATH=", line)]
+PYTEST = [line for line in LINES if " -m pytest " in line]
+OURS = [line for line in LINES if " -m kdtree_patch " in line]
+MAKE = [line for line in LINES if line.startswith("make ")]
+
+
+def test_every_command_of_contributing_is_looked_at() -> None:
+    rest = [line for line in LINES if line not in [*PYTEST, *OURS, *MAKE, ".ci/run"]]
+    assert rest == [] and len(PYTEST) > 5 and len(OURS) > 3 and len(MAKE) > 6
+    assert os.access(REPO / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("line", PYTEST)
+def test_tests_that_contributing_names_are_there(line: str) -> None:
+    words = shlex.split(line)[1:]
+    done = subprocess.run(
+        [sys.executable, *words, "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=REPO, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [word for word in words if word.endswith(".py")]
+    # Of each file that is named there is a test: one that has been renamed would only shorten the list.
+    assert [file for file in files if f"{file}::" not in done.stdout] == []
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_commands_that_contributing_names_are_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for module in (bench, compile_command, demo, doctor, report, selftest_command):
+        monkeypatch.setattr(module, "run", lambda arguments: ran.append(arguments.command) or 0)
+    words = line.split(" -m kdtree_patch ")[1].split()
+    monkeypatch.setattr(sys, "argv", ["kdtree_patch", *words])
+    assert command_line.run_command() == 0 and ran == words[:1]
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_targets_that_contributing_names_are_there(line: str) -> None:
+    done = subprocess.run(
+        [*shlex.split(line), "--dry-run"],
+        cwd=REPO,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_and_names_of_contributing_are_there() -> None:
+    files = [
+        word for word in INLINE if re.fullmatch(r"[\w./-]+/[\w.-]+/?|[\w-]+\.(md|txt|py)", word) and " " not in word
+    ]
+    assert len(files) > 10
+    assert [name for name in files if not name.startswith(".venv") and not (REPO / name).exists()] == []
+    names = [word for word in INLINE if re.fullmatch(r"[A-Z][A-Z_]{3,}|[a-z]+_[a-z_]+", word)]
+    text = "\n".join(path.read_text() for path in [*REPO.glob("kdtree_patch/*.py"), *REPO.glob("t*/**/*.[ps][yh]")])
+    assert len(names) > 8 and [name for name in names if name not in text] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU suite

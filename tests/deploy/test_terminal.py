@@ -54,4 +54,4 @@ def test_host_that_hangs_up(tmp_path: Path) -> None:
         process = status_of(port, tmp_path)
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and "Traceback" not in output
-    assert f"    FINDING: ssh to 127.0.0.1:{port}: " in output and output.count("\n") == 3, output
+    assert f"    FINDING: ssh to 127.0.0.1:{port}: " in output and output.count("\n") == 4, output

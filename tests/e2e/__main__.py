@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from kdtree_patch import exits
 from kdtree_patch.arguments import output_file, plot_file, whole_number
-from kdtree_patch.bench import open_console
-from kdtree_patch.bench_shapes import BenchError
+from kdtree_patch.console import open_console
+from kdtree_patch.exits import NotDone
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -40,33 +42,29 @@ def point(text: str) -> speed.Point:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = exits.Parser(
         prog="python -m tests.e2e",
         description="The real SGLang server, stock and patched, on small MLA models with random weights, under tree "
         "speculation. Needs one NVIDIA GPU with 140 GB (for less, fewer --points), and SGLang where this Python finds "
-        "it. Exit status: 0 every bar was kept, 1 one was missed, 2 wrong usage or no GPU.",
+        "it. Exit status: 0 every bar was kept, 1 one was missed, 2 not done: wrong usage, no GPU.",
     )
-    several = whole_number(1, 8)
-    parser.add_argument(
-        "--tp", type=several, default=1, help="GPUs, a rank on each; with two or more, the run is `ranks`"
-    )
-    parser.add_argument("--only", type=run_names, default=list(RUNS), metavar="RUN,…", help=f"of {', '.join(RUNS)}")
-    parser.add_argument(
-        "--points",
-        nargs="+",
-        type=point,
-        default=list(speed.POINTS),
-        metavar="PROMPT,BATCH",
-        help="of speed: only these, e.g. 8192,1",
-    )
-    parser.add_argument("--layers", type=whole_number(2, 128), default=24, help="of the model of speed (24)")
-    parser.add_argument("--no-kernels", action="store_true", help="of speed: do not time the kernels alone")
-    parser.add_argument("--requests", type=whole_number(1), default=load.REQUESTS, help=f"of load ({load.REQUESTS})")
-    parser.add_argument("--side-by-side", type=whole_number(4), help="servers at a time (9; with --tp, all)")
-    parser.add_argument("--start-timeout", type=whole_number(10), default=280, help="seconds a server may take (280)")
-    parser.add_argument(
-        "--folder", type=Path, help="where checkpoints and logs go, and stay; a temporary one without it"
-    )
+
+    def option(name: str, help: str, **words: Any) -> None:
+        parser.add_argument(name, help=help, **words)
+
+    def number(name: str, least: int, most: int | None, default: int | None, help: str) -> None:
+        option(name, help, type=whole_number(least, most), default=default, metavar="N")
+
+    number("--tp", 1, 8, 1, "GPUs, a rank on each; with two or more, the run is `ranks`")
+    option("--only", f"only these, of {', '.join(RUNS)}", type=run_names, default=list(RUNS), metavar="RUN,...")
+    points = "of speed: only these, e.g. 8192,1"
+    option("--points", points, nargs="+", type=point, default=list(speed.POINTS), metavar="PROMPT,BATCH")
+    number("--layers", 2, 128, 24, "of speed: layers of the model (%(default)s)")
+    option("--no-kernels", "of speed: do not time the kernels alone", action="store_true")
+    number("--requests", 1, None, load.REQUESTS, "of load: requests (%(default)s)")
+    number("--side-by-side", 4, None, None, "servers at a time (9; with --tp, all)")
+    number("--start-timeout", 10, None, 280, "seconds a server may take (%(default)s)")
+    option("--folder", "where checkpoints and logs go, and stay (a temporary one)", type=Path, metavar="FOLDER")
     parser.add_argument(
         "--json", type=output_file, metavar="F", help="write what is found to this file, as it is found"
     )
@@ -75,20 +73,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.tp > 1 and (arguments.only, arguments.points) != (list(RUNS), list(speed.POINTS)):
         parser.error("--only and --points are for one GPU: with --tp the run is `ranks`")
+    if arguments.source is not None and arguments.json is not None:
+        parser.error("--from shows a file that is there, and --json writes one of a new run")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return exits.run("e2e", lambda: run(argv))
+
+
+def run(argv: Sequence[str] | None) -> int:
     arguments = parse(argv)
-    try:
-        if arguments.source is not None:
-            return show(report.read_run(arguments.source), arguments.plot)
-        nvml = gpus.Nvml()
-        if nvml.count < arguments.tp:
-            raise RuntimeError(f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}")
-    except (BenchError, RuntimeError) as error:
-        print(f"e2e: {error}", file=sys.stderr)
-        return 2
+    if arguments.source is not None:
+        return show(report.read_run(arguments.source), arguments.plot)
+    nvml = gpus.Nvml()
+    if nvml.count < arguments.tp:
+        raise NotDone(
+            f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}",
+            "run it where there are",
+        )
     # Whoever ends a run shall find what it has written, and no servers.
     signal.signal(signal.SIGTERM, interrupt)
     record = Record(arguments.json, command_of(argv))
@@ -100,12 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         else:
             folder = arguments.folder.absolute()
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise NotDone(f"{folder} cannot be made: {error.strerror}", "name another --folder") from error
         try:
             carry_out(arguments, record, nvml, folder)
         except KeyboardInterrupt:
             record.bar("the run was carried through", False, "it was interrupted")
-    return show(record.document, arguments.plot)
+    status = show(record.document, arguments.plot)
+    if record.unsaved is not None:
+        raise record.unsaved
+    return status
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -148,15 +157,11 @@ def show(document: dict[str, object], picture: Path | None) -> int:
     console = open_console()
     for table in report.tables(document):
         console.print(table)
-    status = 0 if report.passed(document) else 1
+    passed = report.passed(document)
+    console.print("PASS" if passed else "FAIL")
     if picture is not None:
-        try:
-            report.plot(document, picture)
-        except BenchError as error:
-            print(f"e2e: {error}", file=sys.stderr)
-            return 2
-    console.print("PASS" if status == 0 else "FAIL")
-    return status
+        exits.write(picture, lambda part: report.plot(document, part), "--plot")
+    return exits.GOOD if passed else exits.FINDING
 
 
 def command_of(argv: Sequence[str] | None) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kdtree_patch.exits import NotDone
+
 MIB = 1 << 20
 
 
 class Nvml:
-    """Raises RuntimeError where there is no NVML, with its words."""
+    """Raises NotDone where there is no NVML, with its words."""
 
     def __init__(self) -> None:
         try:
@@ -22,7 +24,10 @@ class Nvml:
             self._nvml: Any = pynvml
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except Exception as error:
-            raise RuntimeError(f"NVML: {type(error).__name__}: {error} (pip install nvidia-ml-py)") from error
+            raise NotDone(
+                f"NVML cannot be asked for the GPUs: {type(error).__name__}: {error}",
+                "run it where there is an NVIDIA driver, in an environment with nvidia-ml-py, as `make e2e` does",
+            ) from error
 
     @property
     def count(self) -> int:

@@ -1,6 +1,7 @@
 """What a run has found so far: the document that `--json` names, its bars, and its lines of progress.
 
-The file is written anew after each finding, so that a run that is killed keeps what it has.
+The file is written anew after each finding, so that a run that is killed keeps what it has. A disk that is full ends no
+run: what it has found is shown at its end.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kdtree_patch import exits
+from kdtree_patch.exits import NotDone
 from tests.e2e.client import ServiceError
 from tests.e2e.server import Server
 
@@ -27,6 +28,7 @@ class Record:
         self._path = path
         self._quiet = quiet
         self._began = time.monotonic()
+        self.unsaved: NotDone | None = None  # why the file does not have what the document has
         self.document: dict[str, Any] = {
             "meta": {"command": command, "date": datetime.date.today().isoformat()},
             "verdict": [],
@@ -36,7 +38,7 @@ class Record:
     def say(self, text: str) -> None:
         if not self._quiet:
             minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
-            print(f"e2e: {minutes:2}:{seconds:02} {text}", file=sys.stderr, flush=True)
+            exits.complain("e2e", f"{minutes:2}:{seconds:02} {text}")
 
     def bar(self, bar: str, ok: bool, found: object) -> bool:
         """What had to be so, whether it was, and what was found."""
@@ -68,9 +70,14 @@ class Record:
     def save(self) -> None:
         self.document["meta"]["seconds"] = round(time.monotonic() - self._began, 1)
         if self._path is not None:
-            part = self._path.with_name(self._path.name + ".part")
-            part.write_text(json.dumps(finite(self.document), indent=1, allow_nan=False) + "\n")
-            os.replace(part, self._path)
+            text = json.dumps(finite(self.document), indent=1, allow_nan=False) + "\n"
+            before, self.unsaved = self.unsaved, None
+            try:
+                exits.write(self._path, lambda part: part.write_text(text), "--json")
+            except NotDone as error:
+                self.unsaved = error
+                if before is None:
+                    self.say(f"{error}; the run goes on")
 
 
 def finite(value: Any) -> Any:

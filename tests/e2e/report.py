@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdtree_patch.bench_report import read_json
-from kdtree_patch.bench_shapes import BenchError
+from kdtree_patch.exits import NotDone
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,10 +16,12 @@ MODES = {"graph": "with CUDA graphs", "eager": "without CUDA graphs"}
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Raises BenchError for a file that is no run of ours."""
+    """Raises NotDone for a file that is no run of ours."""
     document = read_json(path)
     if not isinstance(document, dict) or not isinstance(document.get("verdict"), list) or "meta" not in document:
-        raise BenchError(f"{path} is not a run of make e2e: it has no meta and verdict")
+        raise NotDone(
+            f"{path} is not a run of make e2e: it has no meta and verdict", "name a file that its --json has written"
+        )
     return document
 
 
@@ -115,7 +117,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
     rows = document.get("speed", {}).get("rows")
     if not rows:
-        raise BenchError("there is nothing to draw: the run has no figures of speed")
+        raise NotDone("the run has no figures of speed", "draw one that has", "nothing has been drawn")
     figure, axes = pyplot.subplots(2, len(MODES), figsize=(11, 8), sharex=True, squeeze=False)
     for column, (mode, words) in enumerate(MODES.items()):
         times, steps = axes[0][column], axes[1][column]
