@@ -55,6 +55,21 @@ def test_fuzz_against_float64(new_kernel, seed, prefixes, q_len, heads, mask, dt
     assert rel(case.out, reference(case)) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("config, bytes_a_worker", [("portable", 164_496), ("hopper", 296_080)])
+def test_the_workspace_is_stated_and_bounded(library, config, bytes_a_worker) -> None:
+    """Two partial results and their statistics a worker, and a note of its cut: what the README says. No call changes
+    it.
+    """
+    kernel = host_kernel(library, workers=7, config=config)
+    rows = tiles.CONFIGS[config].variants[-1].rows
+    assert bytes_a_worker == 2 * rows * (512 + 2) * 4 + 16
+    held = [tensor.data_ptr() for tensor in (kernel.partial_out, kernel.partial_stats, kernel.cut_items)]
+    for prefixes, q_len, heads in (([300], 9, 8), ([40] * 12, 1, 1), ([5], 40, 8)):
+        make_case(prefixes, q_len, heads).launch(kernel)
+        assert kernel.workspace_bytes == 7 * bytes_a_worker
+    assert held == [tensor.data_ptr() for tensor in (kernel.partial_out, kernel.partial_stats, kernel.cut_items)]
+
+
 def test_most_heads_and_a_long_draft(new_kernel) -> None:
     """128 heads and q_len 256, the largest of each, on the smallest other side."""
     for q_len, heads in ((1, 128), (256, 1)):
