@@ -21,7 +21,16 @@ from kdtree_patch import kernel as kernel_module
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary, cubin_target
 from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, host_launcher
-from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference, with_drafts
+from tests.support.cases import (
+    LIMIT,
+    host_kernel,
+    in_high_slots,
+    make_case,
+    padded,
+    reference,
+    with_drafts,
+    with_extreme_scores,
+)
 from tests.support.reference import rel
 
 
@@ -123,14 +132,8 @@ def test_a_request_of_nan_is_alone_with_it(new_kernel, workers) -> None:
 
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
 def test_extreme_scores(new_kernel, magnitude) -> None:
-    """Scores of +-1e4, and small differences between them. A softmax that flat has more rounding of P: 0.0025."""
-    case = make_case([70], 2, 8, dtype=torch.bfloat16)
-    case.q[...] = 1.0
-    for keys in (case.kv_pool[case.kv_indices], case.k_extend):
-        keys[..., :512] *= 0.01
-        keys[..., 512:] = magnitude / (64 * case.scale)
-        if keys is not case.k_extend:
-            case.kv_pool[case.kv_indices] = keys
+    """A softmax that flat has more rounding of P: 0.0025."""
+    case = with_extreme_scores(make_case([70], 2, 8, dtype=torch.bfloat16), magnitude)
     assert rel(case.launch(new_kernel()), reference(case)) < 0.0025
 
 
