@@ -337,6 +337,8 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
         detail = f"({error}) install cupy-cuda12x or cupy-cuda13x into the service's environment"
         raise Declined("cupy_missing", detail) from error
     except Exception as error:
+        if is_fatal(error):
+            raise  # whoever has lost the context, the stock kernel will not find it either
         raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
     if settings.selftest:
         try_out(kernel)
