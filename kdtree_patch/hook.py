@@ -92,7 +92,9 @@ class Worker:
                 self._metered = True
                 self.ledger.meters = metrics.of_service(getattr(runner, "server_args", None))
             facts = about(self.settings, kernel, rank)
-            router = VerifyRouter(backend.extend_attention_fwd, kernel, self.settings, self.ledger, rank, facts)
+            router = VerifyRouter(
+                undisabled(backend.extend_attention_fwd), kernel, self.settings, self.ledger, rank, facts
+            )
             # The stock function is wrapped like this too: torch.compile must not look inside.
             routed = torch.compiler.disable(router.__call__)
             if not self._installed:
@@ -150,6 +152,16 @@ def install(
     for name, around in AROUND_GRAPHS.items():
         if name in vars(backend):
             wrap(backend, name, around)
+
+
+def undisabled(function: Any) -> Any:
+    """A function that `torch.compiler.disable` has wrapped, without that wrapper: what calls it is wrapped like this
+    too, and twice is once, for half a microsecond more. A wrapper of somebody else's, which functools.wraps may have
+    given the same attributes, stays.
+    """
+    if getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
+        return getattr(function, "_torchdynamo_orig_callable", function)
+    return function
 
 
 def counts() -> Counter[tuple[str, str]]:
@@ -326,6 +338,8 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
         detail = f"({error}) install cupy-cuda12x or cupy-cuda13x into the service's environment"
         raise Declined("cupy_missing", detail) from error
     except Exception as error:
+        if is_fatal(error):
+            raise  # whoever has lost the context, the stock kernel will not find it either
         raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
     if settings.selftest:
         try_out(kernel)

@@ -8,6 +8,7 @@ compiled by g++, which is how the demo and the tests run without a GPU.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -90,6 +91,7 @@ class VerifyKernel:
         self.cut_items = torch.zeros(workers * 4, dtype=torch.int32, device=device)
         self._params = np.zeros(1, dtype=PARAMS)
         self._params_address = self._params.ctypes.data
+        self._one_at_a_time = threading.Lock()
 
     @classmethod
     def load(
@@ -153,10 +155,9 @@ class VerifyKernel:
         bs = qo_indptr.shape[0] - 1
         plan = plan_call(ELEMENTS[q.dtype], cut, bs, self.workers)
         size = q.element_size()
-        params = self._params
         wide = torch.int64
         # One assignment of the whole record is several times cheaper than one a field.
-        params[0] = (
+        record = (
             q.data_ptr(),
             k_extend.data_ptr(),
             kv_pool.data_ptr(),
@@ -187,7 +188,10 @@ class VerifyKernel:
             scale * LOG2_E,
             plan.fragment_warps,
         )
-        self._launcher(plan.steps, self._params_address)
+        # Two engines of one process may call from two threads, and there is one record.
+        with self._one_at_a_time:
+            self._params[0] = record
+            self._launcher(plan.steps, self._params_address)
 
 
 class CallPlan(NamedTuple):

@@ -16,7 +16,7 @@ counted when the hook says that a graph of that size is about to be replayed (`b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType
 from typing import Any, Final, Protocol
@@ -27,6 +27,7 @@ from kdtree_patch import contract, log
 from kdtree_patch.compare import Both, Recording, Routed
 from kdtree_patch.guard import describe
 from kdtree_patch.ledger import Ledger, is_fatal
+from kdtree_patch.offence import ABOUT, LastDeclined
 from kdtree_patch.settings import Settings
 from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, MAX_TILES, ROPE
 
@@ -37,22 +38,6 @@ _NEUTRAL: Final = tuple((row.name, row.neutral, row.reason) for row in contract.
 # The tensors that every layer of a step shares, and those that each layer brings.
 _STEP_TENSORS: Final = itemgetter("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")
 _LAYER_TENSORS: Final = itemgetter("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer")
-
-# The arguments that each reason is about, for its line.
-_ABOUT: Final[dict[str, tuple[str, ...]]] = {
-    "empty_batch": ("q_extend", "qo_indptr"),
-    "not_mla": ("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer"),
-    "heads": ("q_extend",),
-    "max_len_unknown": ("max_len_extend",),
-    "q_len": ("q_extend", "qo_indptr", "max_len_extend"),
-    "dtype": ("q_extend", "k_extend", "v_extend", "o_extend"),
-    "kv_dtype": ("q_extend", "k_buffer", "v_buffer"),
-    "mask_dtype": ("custom_mask",),
-    "index_dtype": ("qo_indptr", "kv_indptr", "kv_indices", "mask_indptr"),
-    "scale": ("sm_scale",),
-    "too_many_tiles": ("q_extend", "qo_indptr", "kv_indices", "max_len_extend"),
-    **{reason: tuple(name for name, _, other in _NEUTRAL if other == reason) for _, _, reason in _NEUTRAL},
-}
 
 # What counts for the lines that say now and then how many calls were routed, whoever served them.
 ROUTED: Final = frozenset({("kernel", "verify"), ("stock", "shadow")})
@@ -139,12 +124,14 @@ class VerifyRouter:
         self.kernel = kernel
         self.ledger = ledger
         self._shadow = settings.mode == "shadow"
+        self._on_gpu = kernel.device.type == "cuda"
         self._verify = "verify" in settings.forward_modes
         # Binding by name through the stock function's own signature is what makes all three releases look alike. What
         # the signature cannot change between calls is worked out here, once.
         self._names = tuple(inspect.signature(stock).parameters)
         self._name_set = frozenset(self._names)
         self._last = LastServed()
+        self._declined = LastDeclined(self._names)
         self._recordings: dict[int, Recording] = {}  # by batch size, padding included
         self._both: Both | None = None
         if settings.compares:
@@ -158,14 +145,21 @@ class VerifyRouter:
         if context is None or not self._verify:
             self._count_declined("forward_mode", {})
             return self.stock(*args, **kwargs)
-        call = dict(zip(self._names, args, strict=False))
-        call.update(kwargs)
+        # Asked first, and of the arguments as they come: a service whose calls are all declined must not feel it.
+        known_reason = self.ledger.disabled or self._declined.again(args, kwargs)
+        if known_reason is not None:
+            if self._capturing():
+                self._recording(self._by_name(args, kwargs)).counts["stock", known_reason] += 1
+            else:
+                self.ledger.count("stock", known_reason)
+            return self.stock(*args, **kwargs)
+        call = self._by_name(args, kwargs)
         # Too many, one given twice, an unknown one: the stock function has the right words for it.
         if len(call) != len(args) + len(kwargs) or not kwargs.keys() <= self._name_set:
             return self.stock(*args, **kwargs)
         known = False
         try:
-            reason = self.ledger.disabled or switched_on(call)
+            reason = switched_on(call)
             if reason is None:
                 known = self._last.resembles(call)
                 reason = None if known else decide(call, self.kernel.device)
@@ -176,7 +170,9 @@ class VerifyRouter:
             reason = "unexpected_arguments"
         recording = self._recording(call) if self._capturing() else None
         if reason is not None:
-            self._count_declined(reason, call, context[0], recording)
+            names = offending(reason, call, self.kernel.device)
+            self._declined.remember(reason, names, args, kwargs)
+            self._count_declined(reason, {name: call[name] for name in names if name in call}, context[0], recording)
             return self.stock(*args, **kwargs)
         if not known:
             self.ledger.harmlessly("the shapes line", lambda: self._say_new_shape(call, context[1]))
@@ -186,6 +182,9 @@ class VerifyRouter:
         else:
             recording.counts[route, why] += 1
         return result
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def _serve(self, routed: Routed, recording: Recording | None) -> tuple[str, str, Any]:
         """Returns the route and the reason that the call counts for, and what the stock function has returned."""
@@ -279,7 +278,7 @@ class VerifyRouter:
     # --------------------------------------------------------------------------------------------------------- lines
 
     def _count_declined(
-        self, reason: str, call: Mapping[str, Any], layer: Any = None, recording: Recording | None = None
+        self, reason: str, about: Mapping[str, Any], layer: Any = None, recording: Recording | None = None
     ) -> None:
         if recording is None:
             self.ledger.count("stock", reason)
@@ -287,8 +286,8 @@ class VerifyRouter:
             recording.counts["stock", reason] += 1
         if self.ledger.first(("declined", reason)):
             layer_id = getattr(layer, "layer_id", None)
-            about = {name: describe(call[name]) for name in _ABOUT.get(reason, call) if name in call}
-            log.declined(reason, "such calls run stock", scope="call", layer=layer_id, **about)
+            facts = {name: describe(value) for name, value in about.items()}
+            log.declined(reason, "such calls run stock", scope="call", layer=layer_id, **facts)
 
     def _say_new_shape(self, call: dict[str, Any], batch: Any) -> None:
         """The shapes line, once for each new shape. The mask's length does not count: it changes with every step."""
@@ -305,16 +304,31 @@ class VerifyRouter:
         )
 
     def _capturing(self) -> bool:
-        return self.kernel.device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def offending(reason: str, call: Mapping[str, Any], device: torch.device) -> Sequence[str]:
+    """The arguments from which a reason follows, whatever the others are; all of them where that is not known."""
+    if reason in ("not_mla", "layout"):
+        return ill_shaped(call) or ill_laid(call)
+    if reason == "device":
+        return [name for name in ABOUT[reason] if call[name] is not None and call[name].device != device][:1]
+    if reason in ABOUT:
+        return ABOUT[reason]
+    return [name for name, neutral, other in _NEUTRAL if other == reason and _is_on(call, name, neutral)] or list(call)
 
 
 def switched_on(call: Mapping[str, Any]) -> str | None:
     """The reason code of the first parameter that asks for something the kernel does not do, or None."""
     for name, neutral, reason in _NEUTRAL:
-        value = call.get(name, neutral)
-        if value is not neutral and not contract.is_neutral(value, neutral):
+        if _is_on(call, name, neutral):
             return reason
     return None
+
+
+def _is_on(call: Mapping[str, Any], name: str, neutral: object) -> bool:
+    value = call.get(name, neutral)
+    return value is not neutral and not contract.is_neutral(value, neutral)
 
 
 def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
@@ -334,16 +348,9 @@ def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
     if q.shape[0] == 0 or offsets.shape[0] < 2:
         return "empty_batch"
     # Shapes: those of MLA with absorbed weights. One KV head, the latent and then the rope part; V is the latent part.
-    tokens, heads = q.shape[:2]
-    if (
-        q.shape != (tokens, heads, HEAD_DIM)
-        or k.shape != (tokens, 1, HEAD_DIM)
-        or v.shape != (tokens, 1, LATENT)
-        or out.shape != (tokens, heads, LATENT)
-        or pool.shape[1:] != (1, HEAD_DIM)
-        or v_pool.shape[1:] != (1, LATENT)
-    ):
+    if ill_shaped(call):
         return "not_mla"
+    tokens, heads = q.shape[:2]
     if not 1 <= heads <= MAX_HEADS:
         return "heads"
     q_len, bs = call["max_len_extend"], offsets.shape[0] - 1
@@ -361,24 +368,53 @@ def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
         return "index_dtype"
     if type(call.get("sm_scale", 0.0)) not in (int, float, NoneType):
         return "scale"
-    # Memory: what the kernel's 16-byte copies and its plain index arithmetic take for granted.
-    if mask is not None:
-        flat.append(mask)
-    if (
-        any(tensor.dim() != 1 or not tensor.is_contiguous() for tensor in flat)
-        or kv_offsets.shape[0] <= bs
-        or (mask is not None and mask_offsets.shape[0] < bs)
-        or not (_aligned(q) and _aligned(k) and _aligned(pool) and _aligned(out))
-        or v_pool.data_ptr() != pool.data_ptr()
-        or v_pool.stride() != pool.stride()
-        or v_pool.shape[0] != pool.shape[0]
-    ):
+    if ill_laid(call):
         return "layout"
     if any(config.most_tiles(bs, q_len, heads, indices.shape[0]) >= MAX_TILES for config in CONFIGS.values()):
         return "too_many_tiles"
-    if any(tensor.device != device for tensor in (q, k, pool, out, *flat)):
+    if any(tensor.device != device for tensor in (q, k, pool, out, *flat, *([] if mask is None else [mask]))):
         return "device"
     return None
+
+
+def ill_shaped(call: Mapping[str, Any]) -> Sequence[str]:
+    """The first argument, or two, whose shape is not that of MLA. Nothing if all are well."""
+    tokens, heads = call["q_extend"].shape[:2]
+    expected = {
+        "q_extend": (tokens, heads, HEAD_DIM),
+        "k_extend": (tokens, 1, HEAD_DIM),
+        "v_extend": (tokens, 1, LATENT),
+        "o_extend": (tokens, heads, LATENT),
+    }
+    for name, shape in expected.items():
+        if call[name].shape != shape:
+            return "q_extend", name
+    for name, width in (("k_buffer", HEAD_DIM), ("v_buffer", LATENT)):
+        if call[name].shape[1:] != (1, width):
+            return (name,)
+    return ()
+
+
+def ill_laid(call: Mapping[str, Any]) -> Sequence[str]:
+    """The first argument, or two, whose memory is not as the kernel's 16-byte copies and its plain index arithmetic
+    take for granted. Nothing if all are well.
+    """
+    for name in ("q_extend", "k_extend", "k_buffer", "o_extend"):
+        if not _aligned(call[name]):
+            return (name,)
+    pool, v_pool = call["k_buffer"], call["v_buffer"]
+    if v_pool.data_ptr() != pool.data_ptr() or v_pool.stride() != pool.stride() or v_pool.shape[0] != pool.shape[0]:
+        return "k_buffer", "v_buffer"
+    masked = call["custom_mask"] is not None
+    for name in ("qo_indptr", "kv_indptr", "kv_indices", *(("custom_mask", "mask_indptr") if masked else ())):
+        if call[name].dim() != 1 or not call[name].is_contiguous():
+            return (name,)
+    bs = call["qo_indptr"].shape[0] - 1
+    if call["kv_indptr"].shape[0] <= bs:
+        return "qo_indptr", "kv_indptr"
+    if masked and call["mask_indptr"].shape[0] < bs:
+        return "custom_mask", "qo_indptr", "mask_indptr"
+    return ()
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

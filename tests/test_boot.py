@@ -98,6 +98,19 @@ def test_an_unrelated_process_starts_as_fast_as_before(tmp_path: Path) -> None:
     assert with_ours - without < 20
 
 
+def test_an_unrelated_process_needs_no_memory_to_speak_of(tmp_path: Path) -> None:
+    """The most that it ever had resident, in KiB: with ours less than 1 MiB more."""
+    code = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+
+    def peak(path: tuple[Path, ...]) -> int:
+        return int(python("-c", code, path=path).stdout)
+
+    pairs = [(peak((tmp_path,)), peak((REPO,))) for _ in range(5)]
+    without, with_ours = (statistics.median(sizes) for sizes in zip(*pairs, strict=True))
+    print(f"{without} and {with_ours} KiB")
+    assert with_ours - without < 1024
+
+
 def test_isolated_interpreters_never_load_it() -> None:
     for flag in ("-I", "-E", "-S"):
         done = python(flag, "-c", f"import sys; {FINDERS}")

@@ -302,6 +302,12 @@ def test_torch_compile_does_not_look_inside() -> None:
     assert set(hook.counts()) == {("kernel", "verify")}
 
 
+def test_what_is_declined_passes_one_such_wrapper_not_two() -> None:
+    """It costs as much as all the rest of a declined call."""
+    service = Service()
+    assert getattr(service.start(), hook.ROUTER).stock is service.stock.function
+
+
 # The wrapping.
 
 

@@ -21,7 +21,16 @@ from kdtree_patch import kernel as kernel_module
 from kdtree_patch import tiles
 from kdtree_patch.compile import cached_binary, cubin_target
 from kdtree_patch.kernel import PARAMS, KernelUnavailable, VerifyKernel, host_launcher
-from tests.support.cases import LIMIT, host_kernel, in_high_slots, make_case, padded, reference, with_drafts
+from tests.support.cases import (
+    LIMIT,
+    host_kernel,
+    in_high_slots,
+    make_case,
+    padded,
+    reference,
+    with_drafts,
+    with_extreme_scores,
+)
 from tests.support.reference import rel
 
 
@@ -53,6 +62,21 @@ def test_fuzz_against_float64(new_kernel, seed, prefixes, q_len, heads, mask, dt
     case = make_case(prefixes, q_len, heads, dtype=dtype, mask=mask, seed=seed, slack=40)
     case.launch(new_kernel(seed, workers))
     assert rel(case.out, reference(case)) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("config, bytes_a_worker", [("portable", 164_496), ("hopper", 296_080)])
+def test_the_workspace_is_stated_and_bounded(library, config, bytes_a_worker) -> None:
+    """Two partial results and their statistics a worker, and a note of its cut: what the README says. No call changes
+    it.
+    """
+    kernel = host_kernel(library, workers=7, config=config)
+    rows = tiles.CONFIGS[config].variants[-1].rows
+    assert bytes_a_worker == 2 * rows * (512 + 2) * 4 + 16
+    held = [tensor.data_ptr() for tensor in (kernel.partial_out, kernel.partial_stats, kernel.cut_items)]
+    for prefixes, q_len, heads in (([300], 9, 8), ([40] * 12, 1, 1), ([5], 40, 8)):
+        make_case(prefixes, q_len, heads).launch(kernel)
+        assert kernel.workspace_bytes == 7 * bytes_a_worker
+    assert held == [tensor.data_ptr() for tensor in (kernel.partial_out, kernel.partial_stats, kernel.cut_items)]
 
 
 def test_most_heads_and_a_long_draft(new_kernel) -> None:
@@ -108,14 +132,8 @@ def test_a_request_of_nan_is_alone_with_it(new_kernel, workers) -> None:
 
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
 def test_extreme_scores(new_kernel, magnitude) -> None:
-    """Scores of +-1e4, and small differences between them. A softmax that flat has more rounding of P: 0.0025."""
-    case = make_case([70], 2, 8, dtype=torch.bfloat16)
-    case.q[...] = 1.0
-    for keys in (case.kv_pool[case.kv_indices], case.k_extend):
-        keys[..., :512] *= 0.01
-        keys[..., 512:] = magnitude / (64 * case.scale)
-        if keys is not case.k_extend:
-            case.kv_pool[case.kv_indices] = keys
+    """A softmax that flat has more rounding of P: 0.0025."""
+    case = with_extreme_scores(make_case([70], 2, 8, dtype=torch.bfloat16), magnitude)
     assert rel(case.launch(new_kernel()), reference(case)) < 0.0025
 
 

@@ -73,6 +73,13 @@ def test_every_variant_is_in_the_cubin(result: CompileResult, target: str):
 
 
 @pytest.mark.parametrize("target", NVRTC_TARGETS)
+def test_a_cubin_is_no_larger_than_stated(result: CompileResult):
+    """What a worker loads onto its device beside the workspace: up to 4 MB, as the README says."""
+    print(f"{len(result.cubin):,} bytes")
+    assert len(result.cubin) < 4_000_000
+
+
+@pytest.mark.parametrize("target", NVRTC_TARGETS)
 def test_nothing_spills(result: CompileResult):
     spilling = {kernel.name: (kernel.spill_stores, kernel.spill_loads) for kernel in result.kernels}
     assert {name: spills for name, spills in spilling.items() if spills != (0, 0)} == {}

@@ -199,6 +199,44 @@ def in_high_slots(case: Case) -> Case:
     return replace(case, kv_pool=pool, kv_indices=slots.to(case.kv_indices.dtype))
 
 
+def with_far_rows(case: Case, what: str) -> Case:
+    """The case with one of q, k_extend, out and custom_mask where offsets do not fit 31 bits: of a mask the beginning,
+    of the others all rows but the first four, of which each is 2^29 bytes behind the one before.
+
+    The memory is address space but for those rows.
+    """
+    tensor: torch.Tensor = getattr(case, what)
+    if what == "custom_mask":
+        assert case.mask_indptr is not None
+        offset = 2**31 + 8
+        far = torch.empty(offset + len(tensor), dtype=tensor.dtype, device=tensor.device)
+        far[offset:] = tensor
+        return replace(case, custom_mask=far, mask_indptr=case.mask_indptr + offset)
+    step = 2**29 // tensor.element_size()
+    far = torch.empty(step * (len(tensor) - 1) + tensor[0].numel(), dtype=tensor.dtype, device=tensor.device)
+    return replace(case, **{what: far.as_strided(tensor.shape, (step, *tensor.stride()[1:])).copy_(tensor)})
+
+
+def with_garbage_padding(case: Case, sees: bool) -> Case:
+    """The case with one request of padding, whose mask is left over from something else, or is all zero."""
+    more = padded(case, 1)
+    if more.custom_mask is not None and more.mask_indptr is not None:
+        stale = more.custom_mask[int(more.mask_indptr[-2]) :]
+        stale.copy_(torch.randint(0, 2, stale.shape, generator=torch.Generator().manual_seed(1)).bool() & sees)
+    return more
+
+
+def with_extreme_scores(case: Case, magnitude: float) -> Case:
+    """Scores of about `magnitude`, with small differences between them. A softmax that flat has more rounding of P."""
+    case.q[...] = 1.0
+    for keys in (case.kv_pool[case.kv_indices], case.k_extend):
+        keys[..., :512] *= 0.01
+        keys[..., 512:] = magnitude / (64 * case.scale)
+        if keys is not case.k_extend:
+            case.kv_pool[case.kv_indices] = keys
+    return case
+
+
 def reference(case: Case) -> torch.Tensor:
     """What the case's output has to be, (tokens, heads, 512) in float64."""
     return attention(
