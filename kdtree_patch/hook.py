@@ -266,7 +266,7 @@ def says_bs(captured: bool) -> Callable[[Method], Callable[..., tuple[bool, int,
 
 
 def says_batch(method: Method) -> Callable[..., tuple[bool, int, bool]]:
-    """From 0.5.23 on there is one method, which says a batch."""
+    """From 0.5.13 on there is one method, which says a batch."""
     batch_at, capture_at = position(method, "forward_batch"), position(method, "in_capture")
 
     def ask(*args: Any, **kwargs: Any) -> tuple[bool, int, bool]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,10 +83,12 @@ def _literal(default: ast.expr) -> ast.expr:
     return default
 
 
-def cut_down(release: Path) -> dict[str, str]:
-    """The cut-down files of an unpacked release, by path."""
+def cut_down(release: Path | zipfile.Path) -> dict[str, str]:
+    """The cut-down files of an unpacked release, or of one in its wheel, by path."""
     found = {name: release / name for name in KEEP}
-    return {name: signatures(path.read_text(), KEEP[name]) for name, path in found.items() if path.exists()}
+    return {
+        name: signatures(path.read_text(encoding="utf-8"), KEEP[name]) for name, path in found.items() if path.exists()
+    }
 
 
 def files_of(version: str) -> dict[str, str]:
@@ -109,13 +112,18 @@ def write(root: Path, version: str, *drifts: Drift) -> Path:
     for drift in drifts:
         assert drift.old in files[drift.file], f"{drift.old!r} is not in {drift.file}"
         files[drift.file] = files[drift.file].replace(drift.old, drift.new)
-    files[BACKEND] = IMPORTS + files[BACKEND]
+    write_files(root, files)
+    (root / "sglang" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    return root
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    """Cut-down files, by path; without a version, which the source of a wheel does not have either."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (root / "sglang" / "__init__.py").write_text(f"__version__ = {version!r}\n")
-    return root
+        path.write_text(IMPORTS + text if name == BACKEND else text)
+    (root / "sglang" / "__init__.py").touch()
 
 
 def forget_sglang() -> None:
