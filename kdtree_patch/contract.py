@@ -136,6 +136,12 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INSTANCE, "req_to_token", "a tensor that lies on the backend's own device: the kernel is loaded there"),
     Row(INSTANCE, "use_mla", "false: nothing is loaded (0.5.9 does not say)", required=False),
     Row(INSTANCE, "enable_deterministic", "true: the inner call is another one, so nothing is loaded", required=False),
+    Row(
+        INSTANCE,
+        "dcp_size",
+        "not 1: a rank has a part of the prefix, so nothing is loaded (from 0.5.15)",
+        required=False,
+    ),
     Row(INSTANCE, "skip_prefill", "true: draft decoding only, so there is no extend call to route", required=False),
     # The inner call: what the kernel computes from.
     Row(INNER, "q_extend", "(tokens, heads, 576), latent then rope", dtypes=FLOATS),

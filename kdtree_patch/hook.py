@@ -301,6 +301,8 @@ def check_worth_it(backend: Any) -> None:
         raise Declined("not_mla", "the model has no multi-head latent attention", quiet=True)
     if getattr(backend, "enable_deterministic", False):
         raise Declined("deterministic", "deterministic inference uses another kernel of SGLang")
+    if getattr(backend, "dcp_size", 1) != 1:
+        raise Declined("context_parallel", "with decode context parallelism a rank has only a part of each prefix")
     if getattr(backend, "skip_prefill", False):
         raise Declined("draft_only", "this backend only decodes drafts", quiet=True)
 

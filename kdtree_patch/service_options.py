@@ -127,9 +127,8 @@ def _of(command: Command) -> Iterator[Judgement]:
         yield Judgement(STOCK, "q_len", why)
     dcp = command.option("--decode-context-parallel-size", "--dcp-size") or "1"
     if dcp != "1":
-        yield Judgement(
-            STOCK, "lse", f"--dcp-size {dcp}: decode context parallelism asks for what the kernel does not do"
-        )
+        why = f"--dcp-size {dcp}: with decode context parallelism a rank has only a part of each prefix"
+        yield Judgement(STOCK, "context_parallel", why)
 
 
 def _of_types(command: Command) -> Iterator[Judgement]:

@@ -37,6 +37,7 @@ def fresh_module(stock: Stock) -> ModuleType:
             self.req_to_token = torch.zeros(2, 8, dtype=torch.int32)
             self.use_mla = model_runner.use_mla
             self.enable_deterministic = model_runner.enable_deterministic
+            self.dcp_size = model_runner.dcp_size
             self.case: Case = model_runner.case
             self.prepared: list[tuple[Any, ...]] = []
 
@@ -75,7 +76,7 @@ def fresh_module(stock: Stock) -> ModuleType:
 
 
 def a_runner(**changes: Any) -> SimpleNamespace:
-    plain = dict(num_draft_tokens=3, use_mla=True, enable_deterministic=False, case=a_case(), tp_rank=5)
+    plain = dict(num_draft_tokens=3, use_mla=True, enable_deterministic=False, dcp_size=1, case=a_case(), tp_rank=5)
     return SimpleNamespace(**{**plain, **changes})
 
 
@@ -475,6 +476,7 @@ DECLINED = [
     (None, dict(num_draft_tokens=None), "no_speculation there is no speculative decoding"),
     (None, dict(use_mla=False), "not_mla the model has no"),
     (None, dict(enable_deterministic=True), "deterministic deterministic inference"),
+    (None, dict(dcp_size=2), "context_parallel with decode context parallelism"),
 ]
 
 

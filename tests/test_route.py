@@ -322,6 +322,22 @@ def test_no_decision_reads_a_value(reason: str) -> None:
     assert why_not(opaque) == reason
 
 
+@pytest.mark.parametrize(("reason", "changes"), DECLINED, ids=[f"{r}-{'-'.join(c)}" for r, c in DECLINED])
+def test_no_line_prints_what_is_in_a_tensor(
+    reason: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the device, and fail under a capture."""
+
+    def read(tensor: torch.Tensor, **options: Any) -> str:
+        raise AssertionError("reads values")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", read)
+    bench = Bench()
+    bench.router.stock = lambda *args, **kwargs: None
+    bench.run({**ARGUMENTS, **changes})
+    assert bench.ledger.counts == {("stock", reason): 1}
+
+
 # The memory of the last served call.
 
 

@@ -54,7 +54,7 @@ def test_options_with_which_verify_calls_are_served(options: str) -> None:
         (f"{GOOD} --kv-cache-dtype bf16 --dtype float16", "stock", "kv_dtype", "the same type"),
         (f"{GOOD} --dtype float32", "stock", "dtype", "--dtype float32"),
         (f"{GOOD} --speculative-num-draft-tokens 257", "stock", "q_len", "1 to 256"),
-        (f"{GOOD} --decode-context-parallel-size 2", "stock", "lse", "decode context parallelism"),
+        (f"{GOOD} --decode-context-parallel-size 2", "stock", "context_parallel", "decode context parallelism"),
         (f"{GOOD} --config x.yaml", "unknown", "config", "--config"),
     ],
 )
