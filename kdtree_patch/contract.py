@@ -124,7 +124,14 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(FORWARD, "score_mod", "arrives in the inner call under the same name", required=False),
     Row(FORWARD, "aux_tensors", "arrives in the inner call under the same name", required=False),
     # What the two arguments must be able to answer.
-    Row(MODE, "is_target_verify", "asked of every forward_extend call: everything else is passed through at once"),
+    Row(
+        MODE,
+        "is_target_verify",
+        "asked of every forward_extend call: everything else is passed through at once, if nothing else is routed",
+    ),
+    Row(MODE, "DRAFT_EXTEND_V2", "by its name: routed if KDTREE_FORWARD_MODES has draft_extend", required=False),
+    Row(MODE, "DRAFT_EXTEND", "the same, up to 0.5.13", required=False),
+    Row(MODE, "EXTEND", "by its name: routed if KDTREE_FORWARD_MODES has extend", required=False),
     Row(BATCH, "forward_mode", "the mode that is asked"),
     Row(BATCH, "batch_size", "requests of a batch whose graph is captured or replayed, padding included"),
     Row(BATCH, "seq_lens_cpu", "prefix lengths on the host, for kv_len_max in the shapes line", required=False),
@@ -155,7 +162,11 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INNER, "kv_indices", "the slots of the prefixes", dtypes=INDICES),
     Row(INNER, "custom_mask", "q_len rows of prefix + q_len columns a request, or None: a causal chain", dtypes=MASKS),
     Row(INNER, "mask_indptr", "where each request's mask begins", dtypes=INDICES),
-    Row(INNER, "max_len_extend", "q_len, the draft tokens of a request; a tensor in some warm-ups, then declined"),
+    Row(
+        INNER,
+        "max_len_extend",
+        "q_len, the new tokens of the longest request; a tensor in some warm-ups, then declined",
+    ),
     Row(INNER, "sm_scale", "None or 0 mean 1 / sqrt(576), as in the stock function"),
     # The inner call: what must be switched off, because the kernel does not do it.
     Row(INNER, "is_causal", "the draft part is causal or masked below the diagonal", True, True, "not_causal"),
@@ -318,7 +329,7 @@ def _class_violations() -> list[str]:
 
 def _names_of(cls: type) -> set[str]:
     """What an instance has, as far as the class tells: attributes, annotated fields, the constructor's parameters."""
-    names: set[str] = set()
+    names: set[str] = set(getattr(cls, "__members__", ()))  # of an Enum, which Python 3.10 keeps nowhere else
     for base in cls.__mro__:  # dir() would leave out the methods of an Enum
         names |= set(vars(base)) | set(vars(base).get("__annotations__", ()))
     return names | set(_live_parameters(vars(cls).get("__init__")))

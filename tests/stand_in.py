@@ -25,7 +25,7 @@ BACKEND = "sglang/srt/layers/attention/triton_backend.py"
 BATCH = "sglang/srt/model_executor/forward_batch_info.py"
 LAYER = "sglang/srt/layers/radix_attention.py"
 
-# File -> what the contract looks at in it: a function, or a class with its methods and annotated fields.
+# File -> what the contract looks at in it: a function, or a class with its methods, members and annotated fields.
 KEEP: dict[str, dict[str, tuple[str, ...]]] = {
     BACKEND: {
         "TritonAttnBackend": (
@@ -38,7 +38,10 @@ KEEP: dict[str, dict[str, tuple[str, ...]]] = {
             "init_forward_metadata_out_graph",
         )
     },
-    BATCH: {"ForwardMode": ("is_target_verify",), "ForwardBatch": ()},
+    BATCH: {
+        "ForwardMode": ("is_target_verify", "EXTEND", "DRAFT_EXTEND", "DRAFT_EXTEND_V2"),
+        "ForwardBatch": (),
+    },
     LAYER: {"RadixAttention": ("__init__",)},
     OLD: {"extend_attention_fwd": ()},
     NEW: {"extend_attention_fwd": ()},
@@ -58,12 +61,16 @@ def signatures(text: str, keep: dict[str, tuple[str, ...]]) -> str:
 
 
 def _is_kept(node: ast.stmt, methods: tuple[str, ...]) -> bool:
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Name) and node.targets[0].id in methods
     return isinstance(node, ast.AnnAssign) or (isinstance(node, ast.FunctionDef) and node.name in methods)
 
 
 def _bare(node: ast.stmt) -> ast.stmt:
     if isinstance(node, ast.AnnAssign):
         return ast.AnnAssign(node.target, ast.Constant("object"), None, node.simple)
+    if isinstance(node, ast.Assign):
+        return ast.Assign(node.targets, ast.Constant("object"))
     if isinstance(node, ast.FunctionDef):
         node.body, node.decorator_list, node.returns = [ast.Pass()], [], None
         arguments = node.args

@@ -152,7 +152,7 @@ def test_a_layer_beyond_those_that_are_told_apart() -> None:
     call = bench.arguments(2, bench.layers[0])
     bench.router.context = (a_layer(LAYERS), a_batch())
     FakeGraph().capture(lambda: bench.router(**call))
-    assert bench.router._recordings[2].counts["stock", "validation_failed"] == 1
+    assert bench.router._recordings["verify", 2].counts["stock", "validation_failed"] == 1
 
 
 def test_a_graph_of_another_mode_or_size_is_none_of_ours() -> None:
