@@ -189,7 +189,7 @@ def with_drafts(case: Case, lengths: list[int]) -> Case:
 
 
 def on_pages(case: Case, page_size: int) -> Case:
-    """The same prefixes on pages of `page_size` slots, of which each request has whole ones; NaN in every other slot."""
+    """The same prefixes on pages of `page_size` slots, whole ones for each request; NaN in every other slot."""
     lengths = case.kv_indptr.diff().tolist()
     pages = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(7)) + 1
