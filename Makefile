@@ -27,7 +27,7 @@ override export DEPLOY_UNKNOWN := $(strip $(foreach word,$(filter-out $(DEPLOY_W
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-deploy e2e bench figures deploy status logs rollback undeploy lint format clean
+.PHONY: help setup demo test test-gpu test-deploy e2e bench compat figures deploy status logs rollback undeploy lint format clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ undeploy: ## the unit as it was before the first deployment: HOST=… UNIT=…
 
 bench: setup ## times the kernel and SGLang's own (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m kdtree_patch bench $(ARGS)
+
+compat: setup ## which releases of SGLang the contract lets us serve, into the table of README.md (network)
+	@$(BIN)/python -m tools.compat $(ARGS)
 
 figures: setup ## draws docs/figures and fills tables of the documents, from docs/results and the sources
 	@$(BIN)/python -m tools.figures

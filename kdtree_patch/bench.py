@@ -21,7 +21,7 @@ from typing import Any
 
 from kdtree_patch import exits
 from kdtree_patch.arguments import PLOT_FORMATS, need, output_file, plot_file
-from kdtree_patch.bench_shapes import PORTABLE_SHAPES, SHAPES, SWEEP, Shape, parse_shape
+from kdtree_patch.bench_shapes import KINDS, PORTABLE_SHAPES, SHAPES, SWEEP, TRIALS, Shape, parse_shape
 from kdtree_patch.exits import NotDone
 
 CONFIGS = ("portable", "hopper")
@@ -49,6 +49,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--host",
         action="store_true",
         help="only the host's time for a routed call and a stock call; a GPU if there is one",
+    )
+    mode.add_argument(
+        "--modes",
+        nargs="*",
+        choices=KINDS,
+        metavar="KIND",
+        help="instead of the table: chains beside trees, the largest trees, and extends of 1 to 512 tokens, "
+        f"or only some of {', '.join(KINDS)}",
     )
     parser.add_argument(
         "--from",
@@ -89,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         return predict(arguments)
     if arguments.host:
         return host(arguments)
+    if arguments.modes is not None:
+        return modes(arguments)
     if arguments.source is not None:
         return show(arguments)
     return measure(arguments)
@@ -111,6 +121,9 @@ def check(arguments: argparse.Namespace) -> None:
     elif arguments.host:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
         refuse("--host", **{"from": arguments.source}, **options)
+    elif arguments.modes is not None:
+        options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
+        refuse("--modes", **{"from": arguments.source}, **options)
     elif arguments.source is not None:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, config=arguments.config, json=arguments.json)
         refuse("--from without --predict", **options)
@@ -125,6 +138,8 @@ def command_of(arguments: argparse.Namespace) -> str:
     """The command that makes the same figures again: without the files it writes, which are this machine's affair."""
     words = ["python", "-m", "kdtree_patch", "bench"]
     words += [f"--{name}" for name in ("predict", "host", "sweep") if getattr(arguments, name)]
+    if arguments.modes is not None:
+        words += ["--modes", *arguments.modes]
     if arguments.config is not None:
         words += ["--config", arguments.config]
     if arguments.shapes:
@@ -141,7 +156,7 @@ def write_json(path: Path | None, document: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- with a GPU
 
 
-def measure(arguments: argparse.Namespace) -> int:
+def need_a_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -149,6 +164,37 @@ def measure(arguments: argparse.Namespace) -> int:
             "torch sees no NVIDIA GPU here, and there is nothing to time without one",
             "run it where there is one; --predict, --host and --from need none",
         )
+
+
+def modes(arguments: argparse.Namespace) -> int:
+    need_a_gpu()
+    from kdtree_patch import bench_measure as measuring
+    from kdtree_patch import bench_modes, bench_report
+    from kdtree_patch.console import open_console
+
+    trials = [trial for trial in TRIALS if trial.kind in (arguments.modes or KINDS)]
+    kernel = measuring.load_kernel(arguments.config or "auto")
+    stock = measuring.stock_kernel()
+    with progress(len(trials)) as step:
+        rows = bench_modes.measure(trials, kernel, stock, step, say)
+    write_json(arguments.json, dict(meta=measuring.about(command_of(arguments)), modes=rows))
+    console = open_console()
+    for table in bench_modes.tables(rows):
+        console.print(table)
+    for line in bench_modes.verdicts(rows):
+        console.print(line, markup=False)
+    wrong = [row for row in rows if bench_report.wrong(row)]
+    for row in wrong:
+        say(
+            f"WRONG: {row['kind']} {bench_report.shape_of(row)}: rel {row['rel']} is not below {bench_report.REL_LIMIT}"
+        )
+    return int(bool(wrong))
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    need_a_gpu()
+    import torch
+
     from kdtree_patch import bench_host as host
     from kdtree_patch import bench_measure as measuring
 

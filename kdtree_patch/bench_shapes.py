@@ -60,6 +60,43 @@ SWEEP = tuple(
 )
 
 
+# --modes: what lies beside trees at the reference case's q_len.
+
+
+class Trial(NamedTuple):
+    """A shape, and how its call is made: with a tree mask or as a chain, on pages of `page_size` tokens."""
+
+    kind: str
+    shape: Shape
+    tree: bool = False
+    page_size: int = 1
+
+
+# Of the trials.
+KINDS = ("chains", "trees", "extends")
+_Q_LENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+_CHAIN_SHAPES = ((1, 4, 8, 4096), (1, 9, 8, 16384), (16, 4, 8, 16384), (16, 9, 16, 8192), (64, 9, 8, 4096))
+_TREE_SHAPES = ((1, 257, 8, 4096), (1, 257, 16, 16384), (1, 257, 128, 4096), (4, 257, 128, 4096), (16, 257, 8, 8192))
+_EXTEND_PREFIXES = {8: (1024, 4096, 16384, 65536), 128: (1024, 16384)}  # by heads
+
+TRIALS: tuple[Trial, ...] = (
+    *(
+        Trial("chains", Shape(*shape), tree, page_size)
+        for shape in _CHAIN_SHAPES
+        for tree, page_size in ((True, 1), (False, 1), (False, 64))
+    ),
+    *(Trial("trees", Shape(*shape), tree=True) for shape in _TREE_SHAPES),
+    *(
+        Trial("extends", Shape(bs, q_len, heads, prefix))
+        for heads, prefixes in _EXTEND_PREFIXES.items()
+        for bs in (1, 4)
+        for prefix in prefixes
+        for q_len in _Q_LENS
+    ),
+)
+
+
 def parse_shape(text: str) -> Shape:
     """A type for argparse: `bs,q_len,heads,prefix`."""
     most = {"q_len": MAX_Q_LEN, "heads": MAX_HEADS}

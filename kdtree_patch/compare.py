@@ -67,6 +67,7 @@ class Routed:
     kwargs: dict[str, Any]
     layer: int
     scale: float
+    mode: str = "verify"
 
 
 class Both:
@@ -138,7 +139,7 @@ class Both:
             elif not self._launch(routed.values, other, routed.scale):
                 return
             pair = (served, other) if ours else (other, served)
-            found = difference(*pair, self._scratch(served, capturing=False))
+            found = difference(*pair, self._scratch(served, capturing=False), _beyond(routed))
             self._say(routed.layer, found)
             if self._limit is not None and found.exceeds(self._limit):
                 self._trip(
@@ -157,7 +158,7 @@ class Both:
             self._ledger.disable("guard_failed", f"a call of layer {routed.layer} could not be compared")
             if ours:
                 ours, result = False, self._stock(routed.args, routed.kwargs)
-        return ("kernel", "verify", None) if ours else ("stock", self._ledger.disabled or "shadow", result)
+        return ("kernel", routed.mode, None) if ours else ("stock", self._ledger.disabled or "shadow", result)
 
     def _check_v(self, routed: Routed) -> None:
         """The kernel takes V from the latent part of K. If a model passes another V, its results would be wrong."""
@@ -201,7 +202,7 @@ class Both:
         if shadow:
             return "stock", self._ledger.disabled or "shadow", result
         recording.switched = True
-        return "kernel", "verify", None
+        return "kernel", routed.mode, None
 
     def _compute(self, routed: Routed, capturing: bool) -> Work | None:
         """Everything that a graph has beside the result that is served at first. Raises NotPrepared under a capture.
@@ -211,6 +212,8 @@ class Both:
         values, layer, out = routed.values, routed.layer, routed.values["o_extend"]
         if not 0 <= layer < LAYERS:
             raise NotPrepared(f"layer {layer}, where {LAYERS} are told apart")
+        if out.shape[0] != (values["qo_indptr"].numel() - 1) * values["max_len_extend"]:
+            raise NotPrepared("a captured batch whose requests have different numbers of tokens")
         other, scratch = self._second_output(out, capturing), self._scratch(out, capturing)
         work = self._work(values, capturing)
         if self._snapshot is not None and not capturing:
@@ -314,6 +317,14 @@ class Both:
             gates[name] = self._buffers.get(name, offsets, dtype, capturing, room_for=torch.int64)
         padding = self._buffers.get("padding", tokens, torch.bool, capturing)
         return Work(gates, padding, self._buffers.get("lengths", offsets - 1, torch.int64, capturing))
+
+
+def _beyond(routed: Routed) -> torch.Tensor | None:
+    """Which tokens of an eager call belong to no request (tokens, bool): padding, which neither kernel writes."""
+    if routed.mode == "verify":
+        return None
+    q, offsets = routed.values["q_extend"], routed.values["qo_indptr"]
+    return torch.arange(q.shape[0], device=q.device) >= offsets[-1]
 
 
 def _layer(values: Mapping[str, Any], ours: torch.Tensor, stock: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ HOMES: Final = {
     BATCH: "sglang.srt.model_executor.forward_batch_info",
     LAYER: "sglang.srt.layers.radix_attention",
 }
-# Where the inner call lives: up to 0.5.12, and from then on.
+# Where the inner call lives: up to 0.5.15, and from then on.
 INNER_HOMES: Final = (
     "sglang.srt.layers.attention.triton_ops.extend_attention",
     "sglang.kernels.ops.attention.extend_attention",
@@ -103,10 +103,10 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INIT, "model_runner", "its tp_rank, for the log lines, and its server_args.enable_metrics, where it has them"),
     Row(BACKEND, "init_forward_metadata", "wrapped: an eager step begins; what validation has found is fetched"),
     # Before a CUDA graph is captured or replayed SGLang prepares the metadata of its batch: through the first two, or
-    # (from 0.5.23) through the third. They are wrapped because nothing else tells the host that a replay is coming.
+    # (from 0.5.13) through the third. They are wrapped because nothing else tells the host that a replay is coming.
     Row(BACKEND, "init_forward_metadata_capture_cuda_graph", "wrapped: a batch size is about to be captured", False),
     Row(BACKEND, "init_forward_metadata_replay_cuda_graph", "wrapped: a captured batch is about to be replayed", False),
-    Row(BACKEND, "init_forward_metadata_out_graph", "wrapped: both of these (from 0.5.23)", False),
+    Row(BACKEND, "init_forward_metadata_out_graph", "wrapped: both of these (from 0.5.13)", False),
     Row(CAPTURE, "bs", "the batch size that is captured, padding included"),
     Row(CAPTURE, "forward_mode", "only verify graphs are of interest"),
     Row(REPLAY, "bs", "the captured batch size that is replayed"),
@@ -124,7 +124,14 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(FORWARD, "score_mod", "arrives in the inner call under the same name", required=False),
     Row(FORWARD, "aux_tensors", "arrives in the inner call under the same name", required=False),
     # What the two arguments must be able to answer.
-    Row(MODE, "is_target_verify", "asked of every forward_extend call: everything else is passed through at once"),
+    Row(
+        MODE,
+        "is_target_verify",
+        "asked of every forward_extend call: everything else is passed through at once, if nothing else is routed",
+    ),
+    Row(MODE, "DRAFT_EXTEND_V2", "by its name: routed if KDTREE_FORWARD_MODES has draft_extend", required=False),
+    Row(MODE, "DRAFT_EXTEND", "the same, up to 0.5.13", required=False),
+    Row(MODE, "EXTEND", "by its name: routed if KDTREE_FORWARD_MODES has extend", required=False),
     Row(BATCH, "forward_mode", "the mode that is asked"),
     Row(BATCH, "batch_size", "requests of a batch whose graph is captured or replayed, padding included"),
     Row(BATCH, "seq_lens_cpu", "prefix lengths on the host, for kv_len_max in the shapes line", required=False),
@@ -136,6 +143,12 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INSTANCE, "req_to_token", "a tensor that lies on the backend's own device: the kernel is loaded there"),
     Row(INSTANCE, "use_mla", "false: nothing is loaded (0.5.9 does not say)", required=False),
     Row(INSTANCE, "enable_deterministic", "true: the inner call is another one, so nothing is loaded", required=False),
+    Row(
+        INSTANCE,
+        "dcp_size",
+        "not 1: a rank has a part of the prefix, so nothing is loaded (from 0.5.15)",
+        required=False,
+    ),
     Row(INSTANCE, "skip_prefill", "true: draft decoding only, so there is no extend call to route", required=False),
     # The inner call: what the kernel computes from.
     Row(INNER, "q_extend", "(tokens, heads, 576), latent then rope", dtypes=FLOATS),
@@ -149,27 +162,31 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INNER, "kv_indices", "the slots of the prefixes", dtypes=INDICES),
     Row(INNER, "custom_mask", "q_len rows of prefix + q_len columns a request, or None: a causal chain", dtypes=MASKS),
     Row(INNER, "mask_indptr", "where each request's mask begins", dtypes=INDICES),
-    Row(INNER, "max_len_extend", "q_len, the draft tokens of a request; a tensor in some warm-ups, then declined"),
+    Row(
+        INNER,
+        "max_len_extend",
+        "q_len, the new tokens of the longest request; a tensor in some warm-ups, then declined",
+    ),
     Row(INNER, "sm_scale", "None or 0 mean 1 / sqrt(576), as in the stock function"),
     # The inner call: what must be switched off, because the kernel does not do it.
     Row(INNER, "is_causal", "the draft part is causal or masked below the diagonal", True, True, "not_causal"),
-    Row(INNER, "k_scale", "descale of the prefix keys (from 0.5.12)", False, 1.0, "kv_scale"),
-    Row(INNER, "v_scale", "descale of the prefix values (from 0.5.12)", False, 1.0, "kv_scale"),
+    Row(INNER, "k_scale", "descale of the prefix keys (from 0.5.10)", False, 1.0, "kv_scale"),
+    Row(INNER, "v_scale", "descale of the prefix values (from 0.5.10)", False, 1.0, "kv_scale"),
     Row(INNER, "logit_cap", "tanh capping of the scores", False, 0.0, "logit_cap"),
     Row(INNER, "skip_prefix_custom_mask", "the prefix is visible to every draft token", False, True, "prefix_mask"),
     Row(INNER, "sliding_window_size", "a window over the prefix", False, -1, "sliding_window"),
     Row(INNER, "window_kv_offsets", "the prefix begins later than the mask's columns", False, None, "sliding_window"),
     Row(INNER, "sinks", "attention sinks", False, None, "sinks"),
     Row(INNER, "xai_temperature_len", "temperature by position", False, -1, "xai_temperature"),
-    Row(INNER, "lse_extend", "asks for the log-sum-exp as well (from 0.5.23)", False, None, "lse"),
-    Row(INNER, "skip_prefix", "only the drafts (from 0.5.23)", False, False, "skip_part"),
-    Row(INNER, "skip_extend", "only the prefix (from 0.5.23)", False, False, "skip_part"),
-    Row(INNER, "score_mod", "a function of the scores (from 0.5.23)", False, None, "score_mod"),
-    Row(INNER, "aux_tensors", "arguments of score_mod (from 0.5.23)", False, None, "score_mod"),
-    Row(INNER, "identity_kv_indices", "kv_indices are not to be read (from 0.5.23)", False, False, "identity_indices"),
+    Row(INNER, "lse_extend", "asks for the log-sum-exp as well (from 0.5.15)", False, None, "lse"),
+    Row(INNER, "skip_prefix", "only the drafts (from 0.5.15)", False, False, "skip_part"),
+    Row(INNER, "skip_extend", "only the prefix (from 0.5.15)", False, False, "skip_part"),
+    Row(INNER, "score_mod", "a function of the scores (from 0.5.16)", False, None, "score_mod"),
+    Row(INNER, "aux_tensors", "arguments of score_mod (from 0.5.16)", False, None, "score_mod"),
+    Row(INNER, "identity_kv_indices", "kv_indices are not to be read (from 0.5.20)", False, False, "identity_indices"),
     # The inner call: known, and without meaning for us.
-    Row(INNER, "page_size", "kv_indices are per token whatever the page size (from 0.5.23)", False),
-    Row(INNER, "extend_seq_lens_cpu", "sizes the stock kernel's grid on AMD (from 0.5.23)", False),
+    Row(INNER, "page_size", "kv_indices are per token whatever the page size (from 0.5.15)", False),
+    Row(INNER, "extend_seq_lens_cpu", "sizes the stock kernel's grid on AMD (from 0.5.18)", False),
     # What no signature can say. Validation checks the first on every call it validates; the others have tests.
     Row(DATA, "v_is_latent", "v_extend equals k_extend[..., :512]: absorbed MLA passes k_nope as both"),
     Row(DATA, "latent_first", "a row is [latent 512 | rope 64], and V is its first 512 columns"),
@@ -312,7 +329,7 @@ def _class_violations() -> list[str]:
 
 def _names_of(cls: type) -> set[str]:
     """What an instance has, as far as the class tells: attributes, annotated fields, the constructor's parameters."""
-    names: set[str] = set()
+    names: set[str] = set(getattr(cls, "__members__", ()))  # of an Enum, which Python 3.10 keeps nowhere else
     for base in cls.__mro__:  # dir() would leave out the methods of an Enum
         names |= set(vars(base)) | set(vars(base).get("__annotations__", ()))
     return names | set(_live_parameters(vars(cls).get("__init__")))

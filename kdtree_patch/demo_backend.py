@@ -15,8 +15,8 @@ The demo runs this module, and so do the tests.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +51,11 @@ class Bed:
     device: str
     poison: bool
     release: tuple[int, ...]
+    page_size: int
 
     @property
     def slots(self) -> int:
-        """Rows of the KV pool, the padding slot 0 included."""
+        """Rows of the KV pool, the padding page 0 included."""
         return int(self.pool.kv_buffer[0].shape[0])
 
 
@@ -84,14 +85,18 @@ def build(
     scale: float = SCALE,
     seed: int = 0,
     poison: bool = False,
+    page_size: int = 1,
+    around: Callable[[Any], AbstractContextManager[object]] = nullcontext,
 ) -> Bed:
     """Builds a backend for up to `max_bs` requests of `max_context` tokens, drafts included.
 
     The KV pool is filled with random normals. With `poison` it is filled with NaN instead, and `verify_batch` writes
-    numbers only into the slots that a call may read, so that one stray read shows in the result.
+    numbers only into the slots that a call may read, so that one stray read shows in the result. Of a pool with larger
+    pages each request has whole ones, each page's slots one after the other. `around(runner)` is entered while the
+    backend is constructed.
     """
     if pool_slots is None:
-        pool_slots = max_bs * max_context + 1
+        pool_slots = (max_bs * -(-max_context // page_size) + 1) * page_size
     release = sglang_release()
     make_runner = _runner_from_the_test_kit if release >= HAS_TEST_KIT else _runner_of_attributes
     runner = make_runner(
@@ -103,12 +108,14 @@ def build(
         device=device,
         layers=layers,
         pool_slots=pool_slots,
+        page_size=page_size,
     )
 
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    backend = triton_backend.TritonAttnBackend(runner)
+    with around(runner):
+        backend = triton_backend.TritonAttnBackend(runner)
     pool = runner.token_to_kv_pool
     generator = torch.Generator(device).manual_seed(seed)
     for buffer in pool.kv_buffer:
@@ -132,13 +139,14 @@ def build(
         device=device,
         poison=poison,
         release=release,
+        page_size=page_size,
     )
 
 
 def verify_batch(bed: Bed, prefixes: Sequence[int], seed: int = 0, mask: str | torch.Tensor = "tree") -> Call:
     """Makes a TARGET_VERIFY batch of random drafts and lets the backend prepare its metadata for it.
 
-    The slots of a request are scattered over the whole pool. `mask` is "tree" (a random tree for each request, parents
+    The pages of a request are scattered over the whole pool. `mask` is "tree" (a random tree for each request, parents
     before their children), "none" (a chain: no mask at all), a (q_len, q_len) tensor that says which drafts see which
     in every request, or a flat tensor that is the custom mask itself.
     """
@@ -149,11 +157,16 @@ def verify_batch(bed: Bed, prefixes: Sequence[int], seed: int = 0, mask: str | t
         raise ValueError(f"a request of {longest} tokens does not fit max_context={bed.max_context}")
     generator = torch.Generator().manual_seed(seed)
 
-    # Slot 0 is where padded requests write, so no real request is ever given it.
-    total = sum(prefixes) + bs * q_len
-    if total > bed.slots - 1:
-        raise ValueError(f"{total} tokens do not fit a pool of {bed.slots} slots")
-    slots = (torch.randperm(bed.slots - 1, generator=generator)[:total] + 1).split([p + q_len for p in prefixes])
+    # Page 0 is where padded requests write, so no real request is ever given it.
+    size = bed.page_size
+    pages = [-(-(prefix + q_len) // size) for prefix in prefixes]
+    if sum(pages) > bed.slots // size - 1:
+        raise ValueError(f"{sum(pages)} pages of {size} tokens do not fit a pool of {bed.slots} slots")
+    own = (torch.randperm(bed.slots // size - 1, generator=generator)[: sum(pages)] + 1).split(pages)
+    slots = [
+        (some[:, None] * size + torch.arange(size)).flatten()[: prefix + q_len]
+        for some, prefix in zip(own, prefixes, strict=True)
+    ]
     prefix_slots = [s[:p] for s, p in zip(slots, prefixes, strict=True)]
     draft_slots = torch.cat([s[p:] for s, p in zip(slots, prefixes, strict=True)])
 
@@ -189,10 +202,12 @@ def prepare(bed: Bed, call: Call) -> None:
         bed.backend.init_forward_metadata(call.forward_batch)
 
 
-def forward(bed: Bed, call: Call, layer: int = 0) -> torch.Tensor:
-    """One attention layer of the verify pass, entered where the model enters it: `RadixAttention.forward`."""
+def forward(bed: Bed, call: Call, layer: int = 0, **options: Any) -> torch.Tensor:
+    """One attention layer of the verify pass, entered where the model enters it: `RadixAttention.forward`. `options`
+    go to `forward_extend`.
+    """
     with torch.no_grad(), _forward_context(bed):
-        out = bed.layers[layer](call.q, call.k, call.v, call.forward_batch)
+        out = bed.layers[layer](call.q, call.k, call.v, call.forward_batch, **options)
     return out.view(call.q.shape[0], bed.heads, LATENT)
 
 
@@ -247,13 +262,13 @@ def _custom_mask(mask: str | torch.Tensor, prefixes: list[int], q_len: int, rng:
     return torch.cat(blocks)
 
 
-def _kv_pool(slots: int, layers: int, dtype: torch.dtype, device: str) -> Any:
-    """SGLang's own MLA pool at page size 1; it adds the padding slot 0 to the size it is given."""
+def _kv_pool(slots: int, layers: int, dtype: torch.dtype, device: str, page_size: int) -> Any:
+    """SGLang's own MLA pool; it adds the padding page 0 to the size it is given."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     return MLATokenToKVPool(
-        size=slots - 1,
-        page_size=1,
+        size=slots - page_size,
+        page_size=page_size,
         dtype=dtype,
         kv_lora_rank=LATENT,
         qk_rope_head_dim=ROPE,
@@ -276,6 +291,7 @@ def _runner_of_attributes(
     device: str,
     layers: int,
     pool_slots: int,
+    page_size: int,
 ) -> Any:
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.layers.attention import triton_backend
@@ -284,7 +300,7 @@ def _runner_of_attributes(
     # The tensor-parallel groups exist only in a running service.
     triton_backend.get_attention_tp_size = lambda: 1
     requests = ReqToTokenPool(size=max_bs, max_context_len=max_context, device=device, enable_memory_saver=False)
-    pool = _kv_pool(pool_slots, layers, dtype, device)
+    pool = _kv_pool(pool_slots, layers, dtype, device, page_size)
     server_args = SimpleNamespace(
         speculative_num_draft_tokens=q_len,
         speculative_num_steps=3,
@@ -306,7 +322,7 @@ def _runner_of_attributes(
     return SimpleNamespace(
         req_to_token_pool=requests,
         token_to_kv_pool=pool,
-        token_to_kv_pool_allocator=SimpleNamespace(page_size=1),
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=page_size),
         sliding_window_size=None,
         server_args=server_args,
         model_config=model_config,
@@ -335,13 +351,14 @@ def _batch_of_attributes(bed: Bed, call: Call, slots: Sequence[torch.Tensor]) ->
         spec_info=SimpleNamespace(custom_mask=call.custom_mask, draft_token_num=bed.q_len, topk=4),
         token_to_kv_pool=bed.pool,
         attn_backend=bed.backend,
+        **dict.fromkeys(("extend_seq_lens", "extend_seq_lens_cpu", "extend_prefix_lens", "extend_start_loc")),
     )
 
 
 # SGLang 0.5.23: the release's own test kit builds what the backend has come to expect around it.
 
 
-def _kit_case(heads: int, q_len: int, prefixes: Sequence[int]) -> Any:
+def _kit_case(heads: int, q_len: int, prefixes: Sequence[int], page_size: int) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
 
@@ -350,7 +367,7 @@ def _kit_case(heads: int, q_len: int, prefixes: Sequence[int]) -> Any:
         backend="triton",
         forward_mode=ForwardMode.TARGET_VERIFY,
         num_heads=heads,
-        page_size=1,
+        page_size=page_size,
         prefix_lens=tuple(prefixes),
         extend_lens=(q_len,) * len(prefixes),
     )
@@ -366,11 +383,12 @@ def _runner_from_the_test_kit(
     device: str,
     layers: int,
     pool_slots: int,
+    page_size: int,
 ) -> Any:
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as _  # noqa: F401  says: one rank
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
 
-    case = _kit_case(heads, q_len, [0] * max_bs)
+    case = _kit_case(heads, q_len, [0] * max_bs, page_size)
     model_config = kit.TinyMLAModelConfig(
         num_heads=heads, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, hidden_size=64, context_len=max_context
     )
@@ -384,7 +402,7 @@ def _runner_from_the_test_kit(
         qk_rope_head_dim=ROPE,
     )
     # The kit's own pool has one layer and a size of its choosing.
-    runner.token_to_kv_pool = _kv_pool(pool_slots, layers, dtype, device)
+    runner.token_to_kv_pool = _kv_pool(pool_slots, layers, dtype, device, page_size)
     runner.init_kv_index_translator()
     return runner
 
@@ -393,7 +411,7 @@ def _batch_from_the_test_kit(bed: Bed, call: Call, slots: Sequence[torch.Tensor]
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
     from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as verify
 
-    case = _kit_case(bed.heads, bed.q_len, call.prefixes)
+    case = _kit_case(bed.heads, bed.q_len, call.prefixes, bed.page_size)
     batch = kit._make_forward_batch(
         case,
         bed.runner,

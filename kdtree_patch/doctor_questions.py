@@ -81,7 +81,7 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
             release = _sglang(found, sglang.answer(), by_plugin)
     if compiles:
         try_out(found, gpus, targets, settings)
-    _options(found, command, release)
+    _options(found, command, release, settings)
     return found
 
 
@@ -113,7 +113,7 @@ def _as_started(command: Command | None, environ: Mapping[str, str]) -> dict[str
     return {name: value for name, value in changed.items() if name not in gone}
 
 
-def _options(found: Findings, command: Command | None, release: str | None) -> None:
+def _options(found: Findings, command: Command | None, release: str | None, settings: Settings | None) -> None:
     if command is None:
         return
     path = command.option("--model-path", "--model")
@@ -132,7 +132,7 @@ def _options(found: Findings, command: Command | None, release: str | None) -> N
         found.add(group, judgement.reason, judgement.why, STOCK if judgement.effect == STOCK else UNKNOWN)
     if not judgements:
         found.add(group, "options", "verify calls go to triton, and nothing in the options is against them", OK)
-    found.modes = service_options.forward_modes(command, judgements, model)
+    found.modes = service_options.forward_modes(command, judgements, model, (settings or Settings()).forward_modes)
 
 
 # ------------------------------------------------------------------------------------------------------ the interpreter

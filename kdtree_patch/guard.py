@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 import torch
@@ -67,9 +68,14 @@ class Call:
 
 
 def describe(value: Any) -> str:
-    """An argument for a log line: of a tensor its type, shape and layout, and nothing of what is in it."""
+    """An argument for a log line: of a tensor its type, shape and layout, and nothing of what is in it.
+
+    To print a tensor is to wait for the device, which a capture forbids; so of what may hold one, only what it is.
+    """
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(describe, value))}]"[:80]
     if not isinstance(value, torch.Tensor):
-        return str(value)[:80]
+        return str(value)[:80] if isinstance(value, (str, int, float, NoneType)) else type(value).__name__
     kind = str(value.dtype).removeprefix("torch.")
     strides = value.stride() if value.layout == torch.strided else value.layout
     return f"{kind}{tuple(value.shape)}/{strides}@{value.device}".replace(" ", "")

@@ -6,7 +6,7 @@ up):
 * `__init__`, to replace the new instance's own `extend_attention_fwd` by a router. That attribute is the seam: what
   reaches it has been through SGLang's KV store, scales and output buffer, so these stay SGLang's in every release.
 * `forward_extend`, to tell the router which layer and batch the inner call belongs to, which the inner call itself
-  does not say. Anything but a verify call is passed through at once.
+  does not say. A call of a forward mode that is not routed is passed through at once.
 * `init_forward_metadata` and its siblings for CUDA graphs, because a replay passes none of the methods above: they are
   where the host comes by once a step, and all that it learns of a replay.
 
@@ -85,7 +85,7 @@ class Worker:
         try:
             if ROUTER in vars(backend):
                 return
-            check_worth_it(backend)
+            check_worth_it(backend, self.settings.forward_modes)
             kernel = self.kernel_on(backend.req_to_token.device)
             rank = tp_rank(runner)
             if not self._metered:
@@ -208,16 +208,17 @@ def around_forward_extend(method: Method) -> Wrapper:
         try:
             batch = args[batch_at] if batch_at < len(args) else kwargs["forward_batch"]
             layer = args[layer_at] if layer_at < len(args) else kwargs["layer"]
-            verify = batch.forward_mode.is_target_verify()
+            mode = router.mode_of(batch.forward_mode)
         except (KeyError, AttributeError):
-            verify = False  # a call that the stock method will refuse, in its own words
-        if not verify:
+            mode = None  # a call that the stock method will refuse, in its own words
+        if mode is None:
             return wrapped(*args, **kwargs)
-        before, router.context = router.context, (layer, batch)
+        before = router.context, router.mode
+        router.context, router.mode = (layer, batch), mode
         try:
             return wrapped(*args, **kwargs)
         finally:
-            router.context = before
+            router.context, router.mode = before
 
     return wrapper
 
@@ -234,9 +235,9 @@ def around_metadata(method: Method) -> Wrapper:
     return wrapper
 
 
-def around_graph(asked: Callable[[Method], Callable[..., tuple[bool, int, bool]]]) -> Callable[[Method], Wrapper]:
+def around_graph(asked: Callable[[Method], Callable[..., tuple[Any, int, bool]]]) -> Callable[[Method], Wrapper]:
     """A batch that is about to be captured or replayed. `asked` makes, of a method, a function of its arguments that
-    tells: a verify batch or not, of how many requests, and whether it is captured."""
+    tells: its forward mode, of how many requests it is, and whether it is captured."""
 
     def around(method: Method) -> Wrapper:
         ask = asked(method)
@@ -246,15 +247,16 @@ def around_graph(asked: Callable[[Method], Callable[..., tuple[bool, int, bool]]
             if router is None:
                 return wrapped(*args, **kwargs)
             try:
-                verify, bs, captured = ask(*args, **kwargs)
+                forward_mode, bs, captured = ask(*args, **kwargs)
+                mode = router.mode_of(forward_mode)
             except (KeyError, AttributeError, IndexError):
                 return wrapped(*args, **kwargs)  # a call that the stock method will refuse, in its own words
             router.before_step()
             result = wrapped(*args, **kwargs)
-            if verify and captured:
-                router.capture_begins(bs)
-            elif verify:
-                router.replay_begins(bs)
+            if mode is not None and captured:
+                router.capture_begins(bs, mode)
+            elif mode is not None:
+                router.replay_begins(bs, mode)
             return result
 
         return wrapper
@@ -262,30 +264,30 @@ def around_graph(asked: Callable[[Method], Callable[..., tuple[bool, int, bool]]
     return around
 
 
-def says_bs(captured: bool) -> Callable[[Method], Callable[..., tuple[bool, int, bool]]]:
+def says_bs(captured: bool) -> Callable[[Method], Callable[..., tuple[Any, int, bool]]]:
     """Up to 0.5.12 there is a method each, which say the mode and the number of requests themselves."""
 
-    def asked(method: Method) -> Callable[..., tuple[bool, int, bool]]:
+    def asked(method: Method) -> Callable[..., tuple[Any, int, bool]]:
         bs_at, mode_at = position(method, "bs"), position(method, "forward_mode")
 
-        def ask(*args: Any, **kwargs: Any) -> tuple[bool, int, bool]:
+        def ask(*args: Any, **kwargs: Any) -> tuple[Any, int, bool]:
             mode = args[mode_at] if mode_at < len(args) else kwargs["forward_mode"]
             bs = args[bs_at] if bs_at < len(args) else kwargs["bs"]
-            return mode.is_target_verify(), bs, captured
+            return mode, bs, captured
 
         return ask
 
     return asked
 
 
-def says_batch(method: Method) -> Callable[..., tuple[bool, int, bool]]:
-    """From 0.5.23 on there is one method, which says a batch."""
+def says_batch(method: Method) -> Callable[..., tuple[Any, int, bool]]:
+    """From 0.5.13 on there is one method, which says a batch."""
     batch_at, capture_at = position(method, "forward_batch"), position(method, "in_capture")
 
-    def ask(*args: Any, **kwargs: Any) -> tuple[bool, int, bool]:
+    def ask(*args: Any, **kwargs: Any) -> tuple[Any, int, bool]:
         batch = args[batch_at] if batch_at < len(args) else kwargs["forward_batch"]
         captured = args[capture_at] if capture_at < len(args) else kwargs.get("in_capture", False)
-        return batch.forward_mode.is_target_verify(), batch.batch_size, captured
+        return batch.forward_mode, batch.batch_size, captured
 
     return ask
 
@@ -302,18 +304,20 @@ def position(method: Method, name: str) -> int:
     return list(inspect.signature(method).parameters).index(name) - 1
 
 
-def check_worth_it(backend: Any) -> None:
-    """Raises Declined for a backend that will never make a verify call we could serve: nothing is loaded for it."""
+def check_worth_it(backend: Any, modes: frozenset[str]) -> None:
+    """Raises Declined for a backend that will never make a call we could serve: nothing is loaded for it."""
     violations = contract.check_instance(backend)
     if violations:
         sglang = contract.sglang_version()
         raise Declined("contract", contract.UNKNOWN_RELEASE, violations="; ".join(violations), sglang=sglang)
-    if not backend.num_draft_tokens:
+    if not backend.num_draft_tokens and "extend" not in modes:
         raise Declined("no_speculation", "there is no speculative decoding, so there are no verify calls", quiet=True)
     if not getattr(backend, "use_mla", True):
         raise Declined("not_mla", "the model has no multi-head latent attention", quiet=True)
     if getattr(backend, "enable_deterministic", False):
         raise Declined("deterministic", "deterministic inference uses another kernel of SGLang")
+    if getattr(backend, "dcp_size", 1) != 1:
+        raise Declined("context_parallel", "with decode context parallelism a rank has only a part of each prefix")
     if getattr(backend, "skip_prefill", False):
         raise Declined("draft_only", "this backend only decodes drafts", quiet=True)
 

@@ -58,8 +58,9 @@ class Ledger:
         if self._routed >= self._report_at:
             while self._routed >= self._report_at:
                 self._report_at *= 10
+            served = sum(calls for (route, _), calls in self.counts.items() if route == "kernel")
             declined = {reason: calls for (route, reason), calls in self.counts.items() if route == "stock"}
-            log.get_logger().info("calls %s", log.fields({"served": self.counts["kernel", "verify"], **declined}))
+            log.get_logger().info("calls %s", log.fields({"served": served, **declined}))
 
     def first(self, what: object) -> bool:
         """True the first time it is asked about `what`."""

@@ -1,9 +1,9 @@
 """Served or declined: the router that stands in for the stock `extend_attention_fwd` of one attention backend.
 
-A call is served when it is a verify call (the hook says so, by setting `context`) and `decide` has nothing against
-it. `decide` looks at shapes, dtypes, strides and plain settings, and never at the values inside a tensor: under a
-CUDA graph the decision is made once, at capture, and must hold for every replay with whatever values the tensors have
-then. For the same reason nothing here waits for the device, except the validation of eager calls.
+A call is served when its forward mode is routed (the hook says so, by setting `context` and `mode`) and `decide` has
+nothing against it. `decide` looks at shapes, dtypes, strides and plain settings, and never at the values inside a
+tensor: under a CUDA graph the decision is made once, at capture, and must hold for every replay with whatever values
+the tensors have then. For the same reason nothing here waits for the device, except the validation of eager calls.
 
 Everything that is declined goes to the stock function with the arguments untouched. Each reason is counted, and
 logged the first time with the fact that gave offence.
@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from kdtree_patch.compare import Both, Recording, Routed
 from kdtree_patch.guard import describe
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.offence import ABOUT, LastDeclined
-from kdtree_patch.settings import Settings
+from kdtree_patch.settings import FORWARD_MODES, Settings
 from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, MAX_TILES, ROPE
 
 _FLOATS: Final = frozenset(getattr(torch, name) for name in contract.FLOATS)
@@ -40,7 +40,15 @@ _STEP_TENSORS: Final = itemgetter("qo_indptr", "kv_indptr", "kv_indices", "custo
 _LAYER_TENSORS: Final = itemgetter("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer")
 
 # What counts for the lines that say now and then how many calls were routed, whoever served them.
-ROUTED: Final = frozenset({("kernel", "verify"), ("stock", "shadow")})
+ROUTED: Final = frozenset({*(("kernel", mode) for mode in FORWARD_MODES), ("stock", "shadow")})
+
+# SGLang's names of the forward modes that are routed if they are asked for; verify calls have a method that tells.
+MODE_OF: Final = {"DRAFT_EXTEND": "draft_extend", "DRAFT_EXTEND_V2": "draft_extend", "EXTEND": "extend"}
+
+# From how many new tokens of a request on an extend call is left to the stock kernel, which then has enough programs to
+# fill a GPU. `python -m kdtree_patch bench --modes` finds out. On no GPU has it been run yet: until then it is
+# the kernel's own limit, and the mode is off unless it is asked for.
+MOST_NEW_TOKENS: Final = MAX_Q_LEN
 
 
 class Kernel(Protocol):
@@ -102,12 +110,17 @@ class LastServed:
         )
 
 
+class Remembered(NamedTuple):
+    served: LastServed
+    declined: LastDeclined
+
+
 class VerifyRouter:
     """Called in place of one backend's `extend_attention_fwd`, with the same arguments and the same result.
 
-    `context` is the layer and the forward batch while a verify call is under way, and None otherwise. SGLang runs the
-    forward passes of a process on one thread, so a plain attribute will do. `facts` are for the line of a guard that
-    has tripped.
+    `context` is the layer and the forward batch while a call of a routed forward mode is under way, and None otherwise;
+    `mode` is that mode. SGLang runs the forward passes of a process on one thread, so plain attributes will do.
+    `facts` are for the line of a guard that has tripped.
     """
 
     def __init__(
@@ -120,19 +133,21 @@ class VerifyRouter:
         facts: Mapping[str, object] | None = None,
     ):
         self.context: tuple[Any, Any] | None = None
+        self.mode = "verify"
         self.stock = stock
         self.kernel = kernel
         self.ledger = ledger
         self._shadow = settings.mode == "shadow"
         self._on_gpu = kernel.device.type == "cuda"
-        self._verify = "verify" in settings.forward_modes
+        self._verify = "verify" if "verify" in settings.forward_modes else None
+        self._other_modes = {name: mode for name, mode in MODE_OF.items() if mode in settings.forward_modes}
         # Binding by name through the stock function's own signature is what makes all three releases look alike. What
         # the signature cannot change between calls is worked out here, once.
         self._names = tuple(inspect.signature(stock).parameters)
         self._name_set = frozenset(self._names)
-        self._last = LastServed()
-        self._declined = LastDeclined(self._names)
-        self._recordings: dict[int, Recording] = {}  # by batch size, padding included
+        # Of verify calls, and of those of the other modes (ragged), which are decided otherwise.
+        self._remembered = tuple(Remembered(LastServed(), LastDeclined(self._names)) for _ in range(2))
+        self._recordings: dict[tuple[str, int], Recording] = {}  # by forward mode and batch size, padding included
         self._both: Both | None = None
         if settings.compares:
             parts = (kernel.device, self._launch, self._stock_with)
@@ -140,13 +155,21 @@ class VerifyRouter:
             with torch.inference_mode(False):
                 self._both = Both(settings, ledger, *parts, facts or {}, rank)
 
+    def mode_of(self, forward_mode: Any) -> str | None:
+        """The routed mode of a batch, from SGLang's name for it; None if its calls are not routed."""
+        if forward_mode.is_target_verify():
+            return self._verify
+        return self._other_modes.get(forward_mode.name) if self._other_modes else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self.context
-        if context is None or not self._verify:
+        if context is None:
             self._count_declined("forward_mode", {})
             return self.stock(*args, **kwargs)
+        ragged = self.mode != "verify"
+        served, declined = self._remembered[ragged]
         # Asked first, and of the arguments as they come: a service whose calls are all declined must not feel it.
-        known_reason = self.ledger.disabled or self._declined.again(args, kwargs)
+        known_reason = self.ledger.disabled or declined.again(args, kwargs)
         if known_reason is not None:
             if self._capturing():
                 self._recording(self._by_name(args, kwargs)).counts["stock", known_reason] += 1
@@ -161,22 +184,23 @@ class VerifyRouter:
         try:
             reason = switched_on(call)
             if reason is None:
-                known = self._last.resembles(call)
-                reason = None if known else decide(call, self.kernel.device)
+                known = served.resembles(call)
+                reason = None if known else decide(call, self.kernel.device, ragged)
                 if not known and reason is None:
-                    self._last.remember(call)
+                    served.remember(call)
         except Exception:
             # One missing, or of a kind that the table does not foresee; the stock function may know what to do with it.
             reason = "unexpected_arguments"
         recording = self._recording(call) if self._capturing() else None
         if reason is not None:
             names = offending(reason, call, self.kernel.device)
-            self._declined.remember(reason, names, args, kwargs)
+            declined.remember(reason, names, args, kwargs)
             self._count_declined(reason, {name: call[name] for name in names if name in call}, context[0], recording)
             return self.stock(*args, **kwargs)
         if not known:
             self.ledger.harmlessly("the shapes line", lambda: self._say_new_shape(call, context[1]))
-        route, why, result = self._serve(Routed(call, args, kwargs, context[0].layer_id, scale_of(call)), recording)
+        routed = Routed(call, args, kwargs, context[0].layer_id, scale_of(call), self.mode)
+        route, why, result = self._serve(routed, recording)
         if recording is None:
             self.ledger.count_routed(route, why)
         else:
@@ -196,7 +220,7 @@ class VerifyRouter:
                 return both.serve(routed)
         ours = not self._shadow and self.ledger.disabled is None
         if ours and self._launch(routed.values, routed.values["o_extend"], routed.scale):
-            return "kernel", "verify", None
+            return "kernel", routed.mode, None
         # In shadow mode, or because the kernel has just been turned off: the stock kernel writes all of the output.
         return "stock", self.ledger.disabled or "shadow", self.stock(*routed.args, **routed.kwargs)
 
@@ -239,15 +263,15 @@ class VerifyRouter:
         if self._both is not None and not self._capturing():
             self._both.before_step()
 
-    def capture_begins(self, bs: int) -> None:
-        """A verify batch of `bs` requests is about to be captured, perhaps not for the first time."""
-        self._recordings.pop(bs, None)
+    def capture_begins(self, bs: int, mode: str = "verify") -> None:
+        """A batch of `bs` requests is about to be captured, perhaps not for the first time."""
+        self._recordings.pop((mode, bs), None)
         if self._both is not None:
             self._both.capture_begins()
 
-    def replay_begins(self, bs: int) -> None:
-        """A graph of a verify batch of `bs` requests is about to be replayed; its metadata is in place."""
-        recording = self._recordings.get(bs)
+    def replay_begins(self, bs: int, mode: str = "verify") -> None:
+        """A graph of a batch of `bs` requests is about to be replayed; its metadata is in place."""
+        recording = self._recordings.get((mode, bs))
         if recording is None:
             return
         if self._capturing():
@@ -273,7 +297,7 @@ class VerifyRouter:
     def _recording(self, call: Mapping[str, Any]) -> Recording:
         offsets = call.get("qo_indptr")
         bs = offsets.shape[0] - 1 if isinstance(offsets, torch.Tensor) and offsets.dim() == 1 else -1
-        return self._recordings.setdefault(bs, Recording())
+        return self._recordings.setdefault((self.mode, bs), Recording())
 
     # --------------------------------------------------------------------------------------------------------- lines
 
@@ -290,17 +314,23 @@ class VerifyRouter:
             log.declined(reason, "such calls run stock", scope="call", layer=layer_id, **facts)
 
     def _say_new_shape(self, call: dict[str, Any], batch: Any) -> None:
-        """The shapes line, once for each new shape. The mask's length does not count: it changes with every step."""
+        """The shapes line, once for each new shape. The mask's length does not count: it changes with every step.
+
+        In the other modes every step has a shape of its own: they have one line each, which names them.
+        """
         q, mask, q_len = call["q_extend"], call["custom_mask"], call["max_len_extend"]
         slots, bs = call["k_buffer"].shape[0], call["qo_indptr"].shape[0] - 1
-        if not self.ledger.first((q.shape, slots, bs, q_len, mask is None)):
+        verify = self.mode == "verify"
+        if not self.ledger.first((q.shape, slots, bs, q_len, mask is None) if verify else (self.mode, slots)):
             return
         log.get_logger().info(
-            "shapes q=%s kv_buf=%s bs=%d q_len=%d Dl=%d Dr=%d kv_len_max=%s scale=%.5f mask=%s",
+            "shapes q=%s kv_buf=%s bs=%d q_len=%d Dl=%d Dr=%d kv_len_max=%s scale=%.5f mask=%s%s",
             *(tuple(q.shape), (slots, HEAD_DIM), bs, q_len, LATENT, ROPE),
-            longest_prefix(batch, call["kv_indptr"], bs, self._capturing()),
+            # Where the new tokens are counted in, the host's lengths are not those of the prefixes.
+            longest_prefix(batch if verify else None, call["kv_indptr"], bs, self._capturing()),
             scale_of(call),
             None if mask is None else tuple(mask.shape),
+            "" if verify else f" mode={self.mode}",
         )
 
     def _capturing(self) -> bool:
@@ -331,8 +361,13 @@ def _is_on(call: Mapping[str, Any], name: str, neutral: object) -> bool:
     return value is not neutral and not contract.is_neutral(value, neutral)
 
 
-def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
-    """The reason code to decline a verify call whose switches are all off, or None to serve it on `device`.
+def decide(call: Mapping[str, Any], device: torch.device, ragged: bool = False) -> str | None:
+    """The reason code to decline a call whose switches are all off, or None to serve it on `device`.
+
+    All requests of a verify call have as many draft tokens, and then `tokens == bs * q_len` says so. Those of an extend
+    call (`ragged`) have different numbers, which only the device knows. The kernel reads them there, and asks for
+    what the stock kernel asks for too: no request has more than q_len, and all of them lie within the tokens of q.
+    What lies beyond them, padding, neither kernel writes.
 
     What a service is most likely to have wrong for good comes first: an fp8 pool costs each of its calls as little as
     can be.
@@ -356,7 +391,7 @@ def decide(call: Mapping[str, Any], device: torch.device) -> str | None:
     q_len, bs = call["max_len_extend"], offsets.shape[0] - 1
     if type(q_len) is not int:
         return "max_len_unknown"
-    if not 1 <= q_len <= MAX_Q_LEN or tokens != bs * q_len:
+    if not 1 <= q_len <= (MOST_NEW_TOKENS if ragged else MAX_Q_LEN) or (tokens != bs * q_len and not ragged):
         return "q_len"
     # Element types of what is looked up, and of the scale.
     flat = [offsets, kv_offsets, indices]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,9 +127,8 @@ def _of(command: Command) -> Iterator[Judgement]:
         yield Judgement(STOCK, "q_len", why)
     dcp = command.option("--decode-context-parallel-size", "--dcp-size") or "1"
     if dcp != "1":
-        yield Judgement(
-            STOCK, "lse", f"--dcp-size {dcp}: decode context parallelism asks for what the kernel does not do"
-        )
+        why = f"--dcp-size {dcp}: with decode context parallelism a rank has only a part of each prefix"
+        yield Judgement(STOCK, "context_parallel", why)
 
 
 def _of_types(command: Command) -> Iterator[Judgement]:
@@ -186,8 +185,23 @@ def heads_a_rank(command: Command, model: Model | None) -> int | None:
     return model.heads // ranks if model.heads % ranks == 0 else None
 
 
-def forward_modes(command: Command, judgements: list[Judgement], model: Model | None = None) -> list[Mode]:
-    """What happens to the calls of each forward mode, if nothing but the options stands in the way."""
+def forward_modes(
+    command: Command,
+    judgements: list[Judgement],
+    model: Model | None = None,
+    routed: Collection[str] = ("verify",),
+) -> list[Mode]:
+    """What happens to the calls of each forward mode, if nothing but the options stands in the way. `routed` is what
+    KDTREE_FORWARD_MODES names.
+    """
+
+    def extends(names: str, mode: str, backend: str) -> Mode:
+        if mode not in routed:
+            return Mode(names, backend, STOCK, f"forward_mode: {mode} is not in KDTREE_FORWARD_MODES")
+        # What stands against verify calls does not always stand against these.
+        why = f"up to {MAX_Q_LEN} new tokens of a request, if what the attention is given is latent"
+        return Mode(names, backend, UNKNOWN if backend in ("triton", unset) else STOCK, why)
+
     unset = "chosen by SGLang"
     prefill = command.option(*PREFILL) or command.option(*ATTENTION) or unset
     decode = command.option(*DECODE) or command.option(*ATTENTION) or unset
@@ -195,15 +209,18 @@ def forward_modes(command: Command, judgements: list[Judgement], model: Model | 
     modes = []
     if command.option(*SPECULATIVE) is not None:
         worst = next((one for one in judgements if one.effect == STOCK), None) or next(iter(judgements), None)
-        if worst is None:
+        if "verify" not in routed:
+            modes.append(Mode("TARGET_VERIFY", verify, STOCK, "forward_mode: verify is not in KDTREE_FORWARD_MODES"))
+        elif worst is None:
             drafts, heads = command.option("--speculative-num-draft-tokens"), heads_a_rank(command, model)
             why = f"q_len {drafts or 'as SGLang chooses'}, heads a rank {'unknown' if heads is None else heads}"
             modes.append(Mode("TARGET_VERIFY", verify, "kernel", why))
         else:
             modes.append(Mode("TARGET_VERIFY", verify, worst.effect, f"{worst.reason}: {worst.why}"))
         draft = command.option("--speculative-draft-attention-backend") or verify
-        modes.append(Mode("DRAFT_EXTEND", draft, STOCK, "forward_mode: only verify calls are routed"))
-    modes.append(Mode("EXTEND, MIXED", prefill, STOCK, "forward_mode: only verify calls are routed"))
+        modes.append(extends("DRAFT_EXTEND", "draft_extend", draft))
+    modes.append(extends("EXTEND", "extend", prefill))
+    modes.append(Mode("MIXED", prefill, STOCK, "forward_mode: never routed"))
     modes.append(Mode("DECODE", decode, STOCK, "another kernel of SGLang, which the patch does not touch"))
     if command.has("--enable-dp-attention"):
         modes.append(Mode("IDLE", decode, STOCK, "empty_batch: a rank without requests launches nothing"))

@@ -17,7 +17,7 @@ from pathlib import Path
 PREFIX = "KDTREE_"
 MODES = ("on", "shadow", "off")
 FLAGS = ("0", "1")
-FORWARD_MODES = ("verify",)
+FORWARD_MODES = ("verify", "draft_extend", "extend")
 CONFIGS = ("auto", "portable", "hopper")
 LOG_LEVELS = ("info", "warning", "error")
 

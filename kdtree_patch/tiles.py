@@ -13,7 +13,7 @@ from functools import lru_cache
 LATENT = 512
 ROPE = 64
 HEAD_DIM = LATENT + ROPE
-MAX_Q_LEN = 256
+MAX_Q_LEN = 512
 MAX_HEADS = 128
 MAX_TILES = 2**30  # of a call: the kernel counts them in 32 bits
 ELEMENTS = ("bf16", "fp16")

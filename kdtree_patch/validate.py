@@ -122,12 +122,15 @@ def measure(
             figures[GAP:CALLS].add_(into[GAP:CALLS])
 
 
-def difference(ours: torch.Tensor, stock: torch.Tensor, scratch: torch.Tensor) -> Difference:
-    """Of two outputs of one shape; waits for the device once."""
+def difference(
+    ours: torch.Tensor, stock: torch.Tensor, scratch: torch.Tensor, padding: torch.Tensor | None = None
+) -> Difference:
+    """Of two outputs of one shape, without the tokens that `padding` (tokens, bool) names; waits for the device."""
     figures = torch.zeros(FIGURES, dtype=torch.float64, device=ours.device)
-    measure(ours, stock, figures, scratch)
+    measure(ours, stock, figures, scratch, padding)
     values = figures.tolist()
-    values[ELEMENTS] = ours.numel()
+    looked_at = ours.shape[0] - (0 if padding is None else int(padding.sum()))
+    values[ELEMENTS] = ours.numel() // ours.shape[0] * looked_at
     return Difference.of(values)
 
 

@@ -127,9 +127,9 @@ def arguments(case: Case, **changes: Any) -> dict[str, Any]:
     }
 
 
-def a_batch(verify: bool = True, **fields: Any) -> SimpleNamespace:
+def a_batch(verify: bool = True, mode_name: str = "EXTEND", **fields: Any) -> SimpleNamespace:
     """A forward batch: its mode, and what the shapes line reads."""
-    mode = SimpleNamespace(is_target_verify=lambda: verify, name="TARGET_VERIFY" if verify else "EXTEND")
+    mode = SimpleNamespace(is_target_verify=lambda: verify, name="TARGET_VERIFY" if verify else mode_name)
     return SimpleNamespace(**{"forward_mode": mode, "seq_lens_cpu": torch.tensor([4, 0]), "seq_lens_sum": 4, **fields})
 
 

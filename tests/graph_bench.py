@@ -49,7 +49,7 @@ class GraphBench:
     """`stock` and `kernel` are the two kernels; `new_graph` makes an empty graph.
 
     The kernel adds `wrong` to its output, from the replay number `wrong_from` on, beginning with the request
-    `wrong_request`.
+    `wrong_request`. In another `mode` than verify there is no mask.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class GraphBench:
         wrong: float = 0.0,
         wrong_from: int = 0,
         wrong_request: int = 0,
+        mode: str = "verify",
     ):
         device = kernel.device
         self.wrong, self.wrong_from, self.replays = wrong, wrong_from, 0
         if wrong:
             kernel = self.faulty = Faulty(kernel, slice(wrong_request * q_len, None))
             self._go_wrong()
+        self.mode = mode
         self.q_len, self.heads, self.device, self.new_graph = q_len, heads, device, new_graph
         self.ledger = ledger or Ledger()
         facts = {"version": "0", "gpu": "a GPU"}
@@ -111,9 +113,9 @@ class GraphBench:
             qo_indptr=self.qo_indptr[: bs + 1],
             kv_indptr=self.kv_indptr[: bs + 1],
             kv_indices=self.kv_indices,
-            custom_mask=self.mask,
+            custom_mask=self.mask if self.mode == "verify" else None,
             is_causal=True,
-            mask_indptr=self.mask_indptr[: bs + 1],
+            mask_indptr=self.mask_indptr[: bs + 1] if self.mode == "verify" else None,
             max_len_extend=self.q_len,
             k_scale=1.0,
             v_scale=1.0,
@@ -124,6 +126,7 @@ class GraphBench:
         """All layers of one step."""
         for number, layer in enumerate(self.layers):
             self.router.context = (a_layer(number), a_batch(seq_lens_cpu=None, seq_lens_sum=None))
+            self.router.mode = self.mode
             self.router(**self.arguments(bs, layer))
 
     def write_metadata(self, cases: Sequence[Case] | None, bs: int) -> None:
@@ -146,8 +149,8 @@ class GraphBench:
             torch.randperm(POOL_SLOTS - 1, generator=torch.Generator().manual_seed(total))[:total].to(self.device) + 1
         )
         self.kv_indices[:total].copy_(slots)
-        assert live.custom_mask is not None
-        self.mask[: len(live.custom_mask)].copy_(live.custom_mask)
+        if live.custom_mask is not None:
+            self.mask[: len(live.custom_mask)].copy_(live.custom_mask)
         for layer, case in zip(self.layers, cases, strict=True):
             layer.pool[slots] = case.kv_pool[case.kv_indices]
             layer.q[:tokens].copy_(case.q)
@@ -157,19 +160,15 @@ class GraphBench:
 
     def cases(self, prefixes: Sequence[int], seed: int = 0) -> list[Case]:
         """One for each layer: they share lengths and masks, as the layers of a step do."""
-        return [
-            make_case(
-                list(prefixes), self.q_len, self.heads, dtype=layer.q.dtype, device=str(self.device), seed=seed + 1
-            )
-            for layer in self.layers
-        ]
+        how = dict(device=str(self.device), seed=seed + 1, mask="tree" if self.mode == "verify" else "none")
+        return [make_case(list(prefixes), self.q_len, self.heads, dtype=layer.q.dtype, **how) for layer in self.layers]
 
     def capture(self, *sizes: int, warm_up: bool = True) -> None:
         """Largest first, as SGLang does it."""
         for bs in sizes:
             self.router.before_step()
             self.write_metadata(None, bs)
-            self.router.capture_begins(bs)
+            self.router.capture_begins(bs, self.mode)
             if warm_up:
                 for _ in range(2):
                     self.forward(bs)
@@ -180,7 +179,7 @@ class GraphBench:
         """The live rows of each layer's output, a copy."""
         self.router.before_step()
         self.write_metadata(cases, bs)
-        self.router.replay_begins(bs)
+        self.router.replay_begins(bs, self.mode)
         self._go_wrong()
         self.replays += 1
         self.graphs[bs].replay()

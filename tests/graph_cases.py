@@ -53,6 +53,31 @@ def replays_are_right_and_have_the_bits_of_the_eager_call(make: Make, settings: 
     assert bench.ledger.disabled is None
 
 
+def draft_extends_are_recorded_by_themselves(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right, with the bits of the eager call, counted as what they are, compared, and not taken for the verify graph of
+    the same batch size.
+    """
+    settings = Settings(validate=True, guard_rel=0.05, forward_modes=frozenset({"verify", "draft_extend"}))
+    bench = make(settings, mode="draft_extend")
+    bench.capture(4, 2)
+    layers = len(bench.layers)
+    for seed, prefixes in enumerate([[5, 37, 300], [70, 9, 31, 64], [500]]):
+        cases = bench.cases(prefixes, seed)
+        eager = bench.eager(cases)
+        for layer, out in enumerate(bench.replay(max(2, bucket(prefixes)), cases)):
+            assert torch.equal(out, eager[layer]), (prefixes, layer)
+            assert rel(out, reference(cases[layer])) < LIMIT[out.dtype]
+    bench.settle()
+    assert bench.ledger.disabled is None
+    # Two eager calls before each of the two captures, then an eager call and a replay of each batch.
+    assert bench.ledger.counts == {("kernel", "draft_extend"): (2 * 2 + 2 * 3) * layers}
+    replays = [line for line in layer_lines(capsys) if "calls" in line]
+    assert sum(int(line["calls"]) for line in replays) == 3 * layers
+    assert all(float(line["rel"]) < 2 * LIMIT[bench.layers[0].q.dtype] for line in replays)
+    bench.router.replay_begins(4)  # a verify batch, of which nothing was captured
+    assert bench.ledger.counts.total() == 10 * layers
+
+
 def a_replay_is_a_call(make: Make) -> None:
     """Captures and their replays: what is counted are the eager calls, two of them before each capture, and replays."""
     bench = make(Settings())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ BACKEND = "sglang/srt/layers/attention/triton_backend.py"
 BATCH = "sglang/srt/model_executor/forward_batch_info.py"
 LAYER = "sglang/srt/layers/radix_attention.py"
 
-# File -> what the contract looks at in it: a function, or a class with its methods and annotated fields.
+# File -> what the contract looks at in it: a function, or a class with its methods, members and annotated fields.
 KEEP: dict[str, dict[str, tuple[str, ...]]] = {
     BACKEND: {
         "TritonAttnBackend": (
@@ -37,7 +38,10 @@ KEEP: dict[str, dict[str, tuple[str, ...]]] = {
             "init_forward_metadata_out_graph",
         )
     },
-    BATCH: {"ForwardMode": ("is_target_verify",), "ForwardBatch": ()},
+    BATCH: {
+        "ForwardMode": ("is_target_verify", "EXTEND", "DRAFT_EXTEND", "DRAFT_EXTEND_V2"),
+        "ForwardBatch": (),
+    },
     LAYER: {"RadixAttention": ("__init__",)},
     OLD: {"extend_attention_fwd": ()},
     NEW: {"extend_attention_fwd": ()},
@@ -57,12 +61,16 @@ def signatures(text: str, keep: dict[str, tuple[str, ...]]) -> str:
 
 
 def _is_kept(node: ast.stmt, methods: tuple[str, ...]) -> bool:
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Name) and node.targets[0].id in methods
     return isinstance(node, ast.AnnAssign) or (isinstance(node, ast.FunctionDef) and node.name in methods)
 
 
 def _bare(node: ast.stmt) -> ast.stmt:
     if isinstance(node, ast.AnnAssign):
         return ast.AnnAssign(node.target, ast.Constant("object"), None, node.simple)
+    if isinstance(node, ast.Assign):
+        return ast.Assign(node.targets, ast.Constant("object"))
     if isinstance(node, ast.FunctionDef):
         node.body, node.decorator_list, node.returns = [ast.Pass()], [], None
         arguments = node.args
@@ -82,10 +90,12 @@ def _literal(default: ast.expr) -> ast.expr:
     return default
 
 
-def cut_down(release: Path) -> dict[str, str]:
-    """The cut-down files of an unpacked release, by path."""
+def cut_down(release: Path | zipfile.Path) -> dict[str, str]:
+    """The cut-down files of an unpacked release, or of one in its wheel, by path."""
     found = {name: release / name for name in KEEP}
-    return {name: signatures(path.read_text(), KEEP[name]) for name, path in found.items() if path.exists()}
+    return {
+        name: signatures(path.read_text(encoding="utf-8"), KEEP[name]) for name, path in found.items() if path.exists()
+    }
 
 
 def files_of(version: str) -> dict[str, str]:
@@ -109,13 +119,18 @@ def write(root: Path, version: str, *drifts: Drift) -> Path:
     for drift in drifts:
         assert drift.old in files[drift.file], f"{drift.old!r} is not in {drift.file}"
         files[drift.file] = files[drift.file].replace(drift.old, drift.new)
-    files[BACKEND] = IMPORTS + files[BACKEND]
+    write_files(root, files)
+    (root / "sglang" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    return root
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    """Cut-down files, by path; without a version, which the source of a wheel does not have either."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (root / "sglang" / "__init__.py").write_text(f"__version__ = {version!r}\n")
-    return root
+        path.write_text(IMPORTS + text if name == BACKEND else text)
+    (root / "sglang" / "__init__.py").touch()
 
 
 def forget_sglang() -> None:

@@ -49,7 +49,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     [
         (["--shapes", "1,9,8"], "'1,9,8' is not bs,q_len,heads,prefix"),
         (["--shapes", "1,9,8,x"], "'1,9,8,x' is not bs,q_len,heads,prefix"),
-        (["--shapes", "1,257,8,4096"], "q_len is 257, and must be from 1 to 256"),
+        (["--shapes", "1,513,8,4096"], "q_len is 513, and must be from 1 to 512"),
         (["--shapes", "1,9,129,4096"], "heads is 129, and must be from 1 to 128"),
         (["--shapes", "0,9,8,4096"], "bs is 0, and must be 1 or more"),
         (["--shapes", "1,9,8,-1"], "prefix is -1, and must be 0 or more"),

@@ -87,9 +87,9 @@ def test_settings_of_the_caller_do_not_count(tmp_path: Path) -> None:
     [
         ("--sglang /nonexistent", "there is no package sglang in /nonexistent"),
         ("--prefix -1", "--prefix: '-1' is not a whole number, 0 or more"),
-        ("--q-len 0", "--q-len: '0' is not a whole number, from 1 to 256"),
-        ("--q-len 257", "--q-len: '257' is not a whole number, from 1 to 256"),
-        ("--q-len x", "--q-len: 'x' is not a whole number, from 1 to 256"),
+        ("--q-len 0", "--q-len: '0' is not a whole number, from 1 to 512"),
+        ("--q-len 513", "--q-len: '513' is not a whole number, from 1 to 512"),
+        ("--q-len x", "--q-len: 'x' is not a whole number, from 1 to 512"),
         ("--heads 129", "--heads: '129' is not a whole number, from 1 to 128"),
         ("--dtype float8", "invalid choice: 'float8'"),
         ("--device cpu --dtype bfloat16", "computes bfloat16 products wrongly"),

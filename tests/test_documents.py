@@ -38,7 +38,7 @@ from kdtree_patch import (
     settings,
 )
 from kdtree_patch import compile as compiling
-from kdtree_patch.bench_shapes import BenchError
+from kdtree_patch.exits import NotDone
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.reference import rel
 from kdtree_patch.route import VerifyRouter
@@ -588,7 +588,7 @@ def test_make_figures_says_what_it_cannot_use(copy: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("words", ["kernels docs/results/h200.json", "kernel", "variants docs/results/h200.json"])
 def test_a_table_that_is_none_is_said(words: str) -> None:
-    with pytest.raises(BenchError, match=f"there is no table <!-- make figures: {words} -->"):
+    with pytest.raises(NotDone, match=f"there is no table <!-- make figures: {words} -->"):
         tables.filled(f"<!-- make figures: {words} -->\n<!-- end -->\n", REPO)
 
 

@@ -50,6 +50,10 @@ def test_replays_are_right_and_have_the_bits_of_the_eager_call(settings: Setting
     cases.replays_are_right_and_have_the_bits_of_the_eager_call(make, settings)
 
 
+def test_draft_extends_are_recorded_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.draft_extends_are_recorded_by_themselves(make, capsys)
+
+
 def test_a_replay_is_a_call() -> None:
     cases.a_replay_is_a_call(make)
 
@@ -152,7 +156,7 @@ def test_a_layer_beyond_those_that_are_told_apart() -> None:
     call = bench.arguments(2, bench.layers[0])
     bench.router.context = (a_layer(LAYERS), a_batch())
     FakeGraph().capture(lambda: bench.router(**call))
-    assert bench.router._recordings[2].counts["stock", "validation_failed"] == 1
+    assert bench.router._recordings["verify", 2].counts["stock", "validation_failed"] == 1
 
 
 def test_a_graph_of_another_mode_or_size_is_none_of_ours() -> None:

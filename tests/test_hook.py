@@ -37,6 +37,7 @@ def fresh_module(stock: Stock) -> ModuleType:
             self.req_to_token = torch.zeros(2, 8, dtype=torch.int32)
             self.use_mla = model_runner.use_mla
             self.enable_deterministic = model_runner.enable_deterministic
+            self.dcp_size = model_runner.dcp_size
             self.case: Case = model_runner.case
             self.prepared: list[tuple[Any, ...]] = []
 
@@ -75,7 +76,7 @@ def fresh_module(stock: Stock) -> ModuleType:
 
 
 def a_runner(**changes: Any) -> SimpleNamespace:
-    plain = dict(num_draft_tokens=3, use_mla=True, enable_deterministic=False, case=a_case(), tp_rank=5)
+    plain = dict(num_draft_tokens=3, use_mla=True, enable_deterministic=False, dcp_size=1, case=a_case(), tp_rank=5)
     return SimpleNamespace(**{**plain, **changes})
 
 
@@ -140,9 +141,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # Captures and replays.
 
 
-def around_graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
+def around_graphs(monkeypatch: pytest.MonkeyPatch, *modes: str) -> tuple[Any, list[tuple[Any, ...]]]:
     """A backend whose router notes what it is told, beside what the stock methods have done."""
-    backend = Service().start()
+    backend = Service(Settings(forward_modes=frozenset(modes or ("verify",)))).start()
     router = getattr(backend, hook.ROUTER)
     for name in ("before_step", "capture_begins", "replay_begins"):
         note = functools.partial(lambda name, *args: backend.prepared.append((name, *args)), name)
@@ -156,10 +157,10 @@ VERIFY, DECODE = a_batch().forward_mode, a_batch(verify=False).forward_mode
 def test_the_methods_of_old_releases_say_what_is_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, told = around_graphs(monkeypatch)
     backend.init_forward_metadata_capture_cuda_graph(8, 72, None, None, None, VERIFY, None)
-    assert told == [("before_step",), ("capture", 8), ("capture_begins", 8)]
+    assert told == [("before_step",), ("capture", 8), ("capture_begins", 8, "verify")]
     told.clear()
     backend.init_forward_metadata_replay_cuda_graph(4, None, None, 9, None, VERIFY, None, seq_lens_cpu=None)
-    assert told == [("before_step",), ("replay", 4), ("replay_begins", 4)]
+    assert told == [("before_step",), ("replay", 4), ("replay_begins", 4, "verify")]
     told.clear()
     backend.init_forward_metadata_replay_cuda_graph(
         bs=2, req_pool_indices=None, seq_lens=None, seq_lens_sum=9, encoder_lens=None, forward_mode=DECODE,
@@ -175,9 +176,9 @@ def test_the_method_of_new_releases_says_both(monkeypatch: pytest.MonkeyPatch) -
     backend.init_forward_metadata_out_graph(a_batch(batch_size=4), True)
     backend.init_forward_metadata_out_graph(forward_batch=a_batch(verify=False, batch_size=4))
     assert [one for one in told if one[0].endswith("begins")] == [
-        ("capture_begins", 8),
-        ("replay_begins", 8),
-        ("capture_begins", 4),
+        ("capture_begins", 8, "verify"),
+        ("replay_begins", 8, "verify"),
+        ("capture_begins", 4, "verify"),
     ]
 
 
@@ -211,6 +212,64 @@ def test_a_verify_call_is_served_and_another_is_not() -> None:
     assert served_by_us(backend, forward(backend))
     assert not served_by_us(backend, forward(backend, a_batch(verify=False)))
     assert hook.counts() == {("kernel", "verify"): 1, ("stock", "forward_mode"): 1}
+
+
+MODE_NAMES = {
+    "TARGET_VERIFY": "verify",
+    "DRAFT_EXTEND": "draft_extend",
+    "DRAFT_EXTEND_V2": "draft_extend",
+    "EXTEND": "extend",
+}
+
+
+@pytest.mark.parametrize("asked", [("verify",), ("draft_extend",), ("extend",), ("verify", "draft_extend", "extend")])
+def test_the_forward_modes_that_are_asked_for_are_served_and_no_others(asked: tuple[str, ...]) -> None:
+    backend = Service(Settings(forward_modes=frozenset(asked))).start(case=a_case(mask="none"))
+    served = set()
+    for name in (*MODE_NAMES, "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND", "IDLE"):
+        out = forward(backend, a_batch(verify=name == "TARGET_VERIFY", mode_name=name))
+        if served_by_us(backend, out):
+            served.add(name)
+    assert served == {name for name, mode in MODE_NAMES.items() if mode in asked}
+    routed = {reason: calls for (route, reason), calls in hook.counts().items() if route == "kernel"}
+    assert routed == {mode: list(MODE_NAMES.values()).count(mode) for mode in asked}
+    assert hook.counts()["stock", "forward_mode"] == 8 - sum(routed.values())
+
+
+def test_a_mode_is_that_of_its_own_call() -> None:
+    """A verify call within an extend call, as two-batch overlap may have it, and after one that failed."""
+    backend = Service(Settings(forward_modes=frozenset({"verify", "extend"}))).start(case=a_case(mask="none"))
+    router, inner, seen = getattr(backend, hook.ROUTER), backend.extend_attention_fwd, []
+
+    def reenter(*args: Any, **kwargs: Any) -> None:
+        seen.append(router.mode)
+        if len(seen) == 1:
+            forward(backend)
+            seen.append(router.mode)
+        inner(*args, **kwargs)
+
+    backend.extend_attention_fwd = reenter
+    forward(backend, a_batch(verify=False))
+    assert seen == ["extend", "verify", "extend"]
+    assert router.context is None and router.mode == "verify"
+
+
+def test_graphs_of_other_modes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, told = around_graphs(monkeypatch, "verify", "draft_extend")
+    draft = a_batch(verify=False, mode_name="DRAFT_EXTEND_V2", batch_size=8)
+    backend.init_forward_metadata_out_graph(draft, in_capture=True)
+    backend.init_forward_metadata_out_graph(a_batch(batch_size=8))
+    backend.init_forward_metadata_out_graph(a_batch(verify=False, batch_size=8))
+    assert [one for one in told if one[0].endswith("begins")] == [
+        ("capture_begins", 8, "draft_extend"),
+        ("replay_begins", 8, "verify"),
+    ]
+
+
+def test_extends_are_worth_a_kernel_without_speculation() -> None:
+    service = Service(Settings(forward_modes=frozenset({"extend"})))
+    backend = service.start(num_draft_tokens=None, case=a_case(mask="none"))
+    assert served_by_us(backend, forward(backend, a_batch(verify=False)))
 
 
 def test_layer_and_batch_by_keyword() -> None:
@@ -485,6 +544,7 @@ DECLINED = [
     (None, dict(num_draft_tokens=None), "no_speculation there is no speculative decoding"),
     (None, dict(use_mla=False), "not_mla the model has no"),
     (None, dict(enable_deterministic=True), "deterministic deterministic inference"),
+    (None, dict(dcp_size=2), "context_parallel with decode context parallelism"),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.support.cases import (
     host_kernel,
     in_high_slots,
     make_case,
+    on_pages,
     padded,
     reference,
     with_drafts,
@@ -80,10 +81,51 @@ def test_the_workspace_is_stated_and_bounded(library, config, bytes_a_worker) ->
 
 
 def test_most_heads_and_a_long_draft(new_kernel) -> None:
-    """128 heads and q_len 256, the largest of each, on the smallest other side."""
-    for q_len, heads in ((1, 128), (256, 1)):
+    """128 heads and q_len 512, the largest of each, on the smallest other side."""
+    for q_len, heads in ((1, tiles.MAX_HEADS), (tiles.MAX_Q_LEN, 1)):
         case = make_case([40], q_len, heads)
         assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[torch.float16]
+
+
+def test_a_tree_of_257_drafts_and_128_heads(new_kernel) -> None:
+    """32,896 rows a request: more row blocks than workers, each of them with more drafts than prefix."""
+    case = make_case([3], 257, 128)
+    assert rel(case.launch(new_kernel(workers=7)), reference(case)) < LIMIT[torch.float16]
+
+
+def test_the_workspace_does_not_grow_with_the_tree(new_kernel) -> None:
+    """Two partial results a worker, whatever the call: what was laid ready for one draft does for 512 as well."""
+    kernel = new_kernel()
+    before = [kernel.partial_out.data_ptr(), kernel.partial_stats.data_ptr(), kernel.cut_items.data_ptr()]
+    largest = kernel.config.variants[-1]
+    assert kernel.workspace_bytes == kernel.workers * (2 * (largest.partial_bytes + largest.rows * 8) + 16)
+    for q_len in (1, tiles.MAX_Q_LEN):
+        case = make_case([70], q_len, 2)
+        assert rel(case.launch(kernel), reference(case)) < LIMIT[torch.float16]
+    assert before == [kernel.partial_out.data_ptr(), kernel.partial_stats.data_ptr(), kernel.cut_items.data_ptr()]
+
+
+@pytest.mark.parametrize("config", tiles.CONFIGS.values(), ids=tiles.CONFIGS)
+def test_the_largest_calls_stay_within_the_kernels_integers(config) -> None:
+    """`quotient` takes rows below 2^21 (see the source), and an item's number is a 32-bit integer: a call with so many
+    requests that it would not be has more tiles than are served.
+    """
+    most_rows = tiles.MAX_Q_LEN * tiles.MAX_HEADS + config.variants[-1].rows
+    assert most_rows < 2**21
+    row_blocks = config.cut_rows(tiles.MAX_Q_LEN, tiles.MAX_HEADS).row_blocks
+    requests = 2**31 // row_blocks
+    assert config.most_tiles(requests, tiles.MAX_Q_LEN, tiles.MAX_HEADS, 0) >= tiles.MAX_TILES
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+def test_chains_on_pages_of_every_size(new_kernel, page_size) -> None:
+    """Slots of a page follow one another: kv_indices have one entry a token all the same."""
+    prefixes = [200, 0, 31, 129]
+    case = on_pages(make_case(prefixes, 5, 8, mask="none"), page_size)
+    assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[torch.float16]
+    # The same keys in other slots, and nothing but the slots is different: not a bit of the result is.
+    scattered = make_case(prefixes, 5, 8, mask="none")
+    assert torch.equal(scattered.launch(new_kernel()), case.out)
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8])
@@ -178,7 +220,7 @@ def test_one_kernel_for_calls_of_all_shapes(new_kernel) -> None:
 
 @pytest.mark.parametrize("lengths", [[9, 1, 0, 4], [20, 1, 0, 12]], ids=["one row block", "up to four row blocks"])
 def test_requests_with_different_numbers_of_draft_tokens(new_kernel, lengths) -> None:
-    """The router asks for one q_len; the kernel does not: a short request has fewer row blocks than q_len gives."""
+    """As extends have them: a short request has fewer row blocks than q_len gives."""
     case = with_drafts(make_case([70, 40, 3, 90], max(lengths), 8, mask="none"), lengths)
     for workers in (2, 5, 30):
         case.out.fill_(float("nan"))
@@ -248,7 +290,7 @@ def test_every_variant_fits_the_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("config", tiles.CONFIGS.values(), ids=tiles.CONFIGS)
-@pytest.mark.parametrize("q_len, heads", [(q, h) for q in (1, 2, 5, 9, 64, 256) for h in (1, 3, 8, 16, 63, 128)])
+@pytest.mark.parametrize("q_len, heads", [(q, h) for q in (1, 2, 5, 9, 64, 257, 512) for h in (1, 3, 8, 16, 63, 128)])
 def test_cut_covers_all_rows_once(config, q_len, heads) -> None:
     cut = config.cut_rows(q_len, heads)
     rows = q_len * heads
@@ -261,7 +303,7 @@ def test_cut_covers_all_rows_once(config, q_len, heads) -> None:
 def test_no_lengths_have_more_tiles_than_the_bound(config) -> None:
     rnd = random.Random(4)
     for _ in range(200):
-        bs, q_len, heads = rnd.randint(1, 40), rnd.randint(1, 256), rnd.randint(1, 128)
+        bs, q_len, heads = rnd.randint(1, 40), rnd.randint(1, 512), rnd.randint(1, 128)
         prefixes = [rnd.choice([0, 1, rnd.randint(0, 5000)]) for _ in range(bs)]
         row_blocks = config.cut_rows(q_len, heads).row_blocks
         exact = sum(-(-(prefix + q_len) // config.tile_keys) for prefix in prefixes) * row_blocks

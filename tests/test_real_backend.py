@@ -10,6 +10,8 @@ this file knows of puts them 0.1 or more apart.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -141,4 +143,76 @@ def test_v_is_the_first_512_columns(lab: Lab) -> None:
     turned = {name: arguments[name].roll(-64, dims=-1) for name in ("q", "k", "kv_pool")}
     rope_first = attention(**{**arguments, **turned, "v": turned["k"][..., :LATENT]})
     assert rel(outcome.ours, rope_first) > 0.1
+    assert_right(outcome)
+
+
+# What the patch does not serve. The stock kernel computes each of these, and what it computes is another result.
+
+
+def assert_declined(outcome: Outcome, reason: str) -> None:
+    """Its own reason, one line, and the stock kernel's result to the bit."""
+    assert outcome.routed == {("stock", reason): 1}
+    assert torch.equal(outcome.ours, outcome.stock)
+    lines = [line for line in outcome.log if " declined " in line]
+    assert [line.split()[2] for line in lines] == [f"reason={reason}"]
+
+
+UNSERVED: list[tuple[str, dict[str, Any]]] = [
+    ("logit_cap", dict(layer=dict(logit_cap=3.0))),
+    ("sliding_window", dict(layer=dict(sliding_window_size=16), around="sliding_window")),
+    ("sinks", dict(options=dict(sinks=torch.full((8,), 20.0)))),
+    ("xai_temperature", dict(layer=dict(xai_temperature_len=4))),
+    ("not_causal", dict(layer=dict(is_cross_attention=True), mask="none")),
+    ("score_mod", dict(options=dict(score_mod="relative_bias", aux_tensors=[torch.ones(9, 8, 30)]))),
+]
+
+
+@pytest.mark.parametrize(("reason", "asked"), UNSERVED, ids=[reason for reason, _ in UNSERVED])
+def test_what_is_not_served_has_a_reason_of_its_own(lab: Lab, release: str, reason: str, asked: dict[str, Any]) -> None:
+    if (reason, release) == ("score_mod", "0.5.12"):
+        pytest.skip(f"SGLang {release} has no score_mod")
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[40], **asked))
+    assert_declined(outcome, reason)
+    assert rel(outcome.ours, attention(**outcome.arguments)) > 0.05
+
+
+def test_a_plain_layer_of_a_model_with_windows_is_served(lab: Lab) -> None:
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[40], around="sliding_window"))
+    assert_served(outcome)
+    assert_right(outcome)
+
+
+def test_deterministic_inference_leaves_the_backend_alone(lab: Lab) -> None:
+    """Another kernel of SGLang computes it, which the router would never see."""
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[40], mask="none", around="deterministic"))
+    assert not outcome.routed_backend and outcome.routed == {}
+    assert [line.split()[2] for line in outcome.log if " declined " in line] == ["reason=deterministic"]
+
+
+def test_decode_context_parallelism_leaves_the_backend_alone(lab: Lab, release: str) -> None:
+    """Each rank has a part of the prefix only, and the call asks for the log-sum-exp by which parts are merged."""
+    if release == "0.5.12":
+        pytest.skip(f"SGLang {release} has no decode context parallelism")
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[], around="context_parallel"))
+    assert not outcome.routed_backend and outcome.routed == {}
+    assert [line.split()[2] for line in outcome.log if " declined " in line] == ["reason=context_parallel"]
+
+
+# Chains and pages.
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("prefixes", [[21], [200, 0, 64, 127]], ids=str)
+def test_chains_on_pages_of_every_size(lab: Lab, page_size: int, prefixes: list[int]) -> None:
+    """No mask, and pages whose slots follow one another: kv_indices are per token all the same."""
+    outcome = lab.run(Trial(heads=8, q_len=5, prefixes=prefixes, mask="none", page_size=page_size, max_context=256))
+    assert_served(outcome)
+    assert_right(outcome)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_trees_on_larger_pages(lab: Lab, page_size: int) -> None:
+    """SGLang 0.5.23 has them."""
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[40, 130], page_size=page_size, max_context=256))
+    assert_served(outcome)
     assert_right(outcome)

@@ -18,11 +18,11 @@ import torch
 
 from kdtree_patch import contract, log
 from kdtree_patch.ledger import FATAL_STATUS, Ledger
-from kdtree_patch.route import VerifyRouter, decide, longest_prefix, switched_on
+from kdtree_patch.route import MOST_NEW_TOKENS, VerifyRouter, decide, longest_prefix, switched_on
 from kdtree_patch.settings import Settings
 from kdtree_patch.tiles import MAX_TILES
 from tests.fakes import SIGNATURES, FakeKernel, Stock, a_batch, a_case, a_layer, arguments
-from tests.support.cases import reference
+from tests.support.cases import Case, reference, with_drafts
 from tests.support.reference import rel
 
 pytestmark = pytest.mark.usefixtures("all_lines")
@@ -47,6 +47,7 @@ class Bench:
         names = list(inspect.signature(self.stock.function).parameters)
         known = {name: value for name, value in arguments.items() if name in names}
         self.router.context = (a_layer(layer), a_batch())
+        self.router.mode = how.get("mode", "verify")
         positional = [known.pop(name) for name in names[: how.get("positional", 16)] if name in known]
         return self.router(*positional, **known)
 
@@ -82,7 +83,7 @@ def test_arguments_are_bound_by_name_whatever_the_signature(version: str, positi
         dict(slack=17),
         dict(prefixes=[0]),
         dict(prefixes=[1] * 5, q_len=1),
-        dict(prefixes=[2], q_len=256, heads=1),
+        dict(prefixes=[2], q_len=512, heads=1),
         dict(prefixes=[2], q_len=1, heads=128),
     ],
     ids=str,
@@ -123,6 +124,63 @@ def test_a_chain_needs_no_mask_offsets_and_does_not_pass_any() -> None:
     bench.run(arguments(a_case(mask="none"), mask_indptr=torch.tensor([0.5])))
     assert bench.served == "kernel 1, stock 0"
     assert bench.kernel.calls[0]["mask_indptr"] is None
+
+
+# Other forward modes.
+
+
+def an_extend(lengths: list[int], **changes: Any) -> Case:
+    """A batch whose requests have different numbers of new tokens."""
+    return with_drafts(a_case(prefixes=[4] * len(lengths), q_len=max(lengths), mask="none", **changes), lengths)
+
+
+@pytest.mark.parametrize("mode", ["draft_extend", "extend"])
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [1, 3], [2, 2], [5], [0, 3]], ids=str)
+def test_extends_of_different_lengths_are_served(mode: str, lengths: list[int]) -> None:
+    case, bench = an_extend(lengths), Bench(kernel=FakeKernel())
+    bench.run(arguments(case), mode=mode)
+    assert bench.ledger.counts == {("kernel", mode): 1}
+    assert bench.kernel.calls[0]["q_len"] == max(lengths) and bench.kernel.calls[0]["custom_mask"] is None
+    assert rel(case.out, reference(case)) < 1e-3
+
+
+@pytest.mark.parametrize(("q_len", "reason"), [(0, "q_len"), (MOST_NEW_TOKENS, None), (MOST_NEW_TOKENS + 1, "q_len")])
+def test_from_how_many_new_tokens_on_an_extend_is_stocks(q_len: int, reason: str | None) -> None:
+    case = an_extend([3, 1])
+    assert decide(arguments(case, max_len_extend=q_len), torch.device("cpu"), ragged=True) == reason
+
+
+def test_what_an_extend_is_served_with_opens_no_door_for_a_verify_call() -> None:
+    """The same tensors: of a verify call they are one whose requests do not have as many drafts each."""
+    case, bench = an_extend([3, 1]), Bench(kernel=FakeKernel())
+    for mode in ("extend", "verify", "extend"):
+        bench.run(arguments(case), mode=mode)
+    assert bench.ledger.counts == {("kernel", "extend"): 2, ("stock", "q_len"): 1}
+
+
+def test_the_non_absorbed_attention_of_a_prefill_stays_stock() -> None:
+    """Keys of 192 and values of 128 for each head, and a pool that has latent rows all the same."""
+    case, bench = an_extend([3, 1]), Bench()
+    q, v = torch.zeros(4, 2, 192, dtype=torch.float16), torch.zeros(4, 2, 128, dtype=torch.float16)
+    bench.router.stock = lambda *args, **kwargs: None
+    bench.run(arguments(case, q_extend=q, k_extend=q.clone(), v_extend=v, o_extend=v.clone()), mode="extend")
+    assert bench.ledger.counts == {("stock", "not_mla"): 1}
+
+
+def test_an_extend_says_its_shapes_once_and_its_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step has another shape, and seq_lens_cpu counts the new tokens in."""
+    bench = Bench()
+    for lengths in ([3, 1], [2, 2], [5, 4]):
+        bench.run(arguments(an_extend(lengths)), mode="extend")
+    (line,) = shapes(capsys)
+    assert line.endswith(" bs=2 q_len=3 Dl=512 Dr=64 kv_len_max=4 scale=0.14468 mask=None mode=extend")
+
+
+def test_the_calls_line_counts_all_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench()
+    for mode in ("verify", "extend") * 5:
+        bench.run(arguments(a_case(mask="none")), mode=mode)
+    assert "[kdtree] calls served=10" in capsys.readouterr().err
 
 
 # Declined.
@@ -320,6 +378,22 @@ def test_no_decision_reads_a_value(reason: str) -> None:
         for name, value in {**ARGUMENTS, **changes}.items()
     }
     assert why_not(opaque) == reason
+
+
+@pytest.mark.parametrize(("reason", "changes"), DECLINED, ids=[f"{r}-{'-'.join(c)}" for r, c in DECLINED])
+def test_no_line_prints_what_is_in_a_tensor(
+    reason: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the device, and fail under a capture."""
+
+    def read(tensor: torch.Tensor, **options: Any) -> str:
+        raise AssertionError("reads values")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", read)
+    bench = Bench()
+    bench.router.stock = lambda *args, **kwargs: None
+    bench.run({**ARGUMENTS, **changes})
+    assert bench.ledger.counts == {("stock", reason): 1}
 
 
 # The memory of the last served call.

@@ -24,7 +24,7 @@ def command(options: str) -> Command:
     [
         GOOD,
         "--attention-backend=triton --speculative-algo NGRAM",
-        f"{GOOD} --kv-cache-dtype bfloat16 --dtype auto --speculative-num-draft-tokens 256 --dcp-size 1",
+        f"{GOOD} --kv-cache-dtype bfloat16 --dtype auto --speculative-num-draft-tokens 512 --dcp-size 1",
         f"{GOOD} --kv-cache-dtype auto --dtype half --tp 8 --enable-dp-attention --dp-size 8",
         f"{GOOD} --speculative-eagle-topk 8 --page-size 1",
         f"{GOOD} --speculative-eagle-topk 1 --page-size 64",
@@ -53,8 +53,8 @@ def test_options_with_which_verify_calls_are_served(options: str) -> None:
         (f"{GOOD} --kv-cache-dtype fp8_e4m3", "stock", "kv_dtype", "fp8_e4m3"),
         (f"{GOOD} --kv-cache-dtype bf16 --dtype float16", "stock", "kv_dtype", "the same type"),
         (f"{GOOD} --dtype float32", "stock", "dtype", "--dtype float32"),
-        (f"{GOOD} --speculative-num-draft-tokens 257", "stock", "q_len", "1 to 256"),
-        (f"{GOOD} --decode-context-parallel-size 2", "stock", "lse", "decode context parallelism"),
+        (f"{GOOD} --speculative-num-draft-tokens 513", "stock", "q_len", "1 to 512"),
+        (f"{GOOD} --decode-context-parallel-size 2", "stock", "context_parallel", "decode context parallelism"),
         (f"{GOOD} --config x.yaml", "unknown", "config", "--config"),
     ],
 )
@@ -135,9 +135,24 @@ def test_what_happens_to_each_forward_mode() -> None:
     assert [(mode.name, mode.backend, mode.route) for mode in modes] == [
         ("TARGET_VERIFY", "triton", "kernel"),
         ("DRAFT_EXTEND", "triton", "stock"),
-        ("EXTEND, MIXED", "triton", "stock"),
+        ("EXTEND", "triton", "stock"),
+        ("MIXED", "triton", "stock"),
         ("DECODE", "fa3", "stock"),
         ("IDLE", "fa3", "stock"),
     ]
-    assert [mode.name for mode in forward_modes(command(""), [])] == ["EXTEND, MIXED", "DECODE"]
+    assert [mode.name for mode in forward_modes(command(""), [])] == ["EXTEND", "MIXED", "DECODE"]
     assert forward_modes(command(""), [])[0].backend == "chosen by SGLang"
+
+
+def test_what_is_asked_for_beside_verify_calls() -> None:
+    modes = forward_modes(command(GOOD), [], MLA, {"draft_extend", "extend"})
+    assert [(mode.name, mode.route) for mode in modes] == [
+        ("TARGET_VERIFY", "stock"),
+        ("DRAFT_EXTEND", "unknown"),
+        ("EXTEND", "unknown"),
+        ("MIXED", "stock"),
+        ("DECODE", "stock"),
+    ]
+    assert "verify is not in KDTREE_FORWARD_MODES" in modes[0].why and "up to 512 new tokens" in modes[2].why
+    elsewhere = forward_modes(command(f"{GOOD} --speculative-draft-attention-backend fa3"), [], MLA, {"draft_extend"})
+    assert (elsewhere[1].backend, elsewhere[1].route) == ("fa3", "stock")

@@ -31,7 +31,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "KDTREE_MODE": "on",
             "KDTREE_VALIDATE": "1",
             "KDTREE_VALIDATE_EVERY": "50",
-            "KDTREE_FORWARD_MODES": "verify",
+            "KDTREE_FORWARD_MODES": "verify, Extend",
             "KDTREE_CACHE_DIR": "/var/cache/kdtree",
             "KDTREE_LOG_LEVEL": "warning",
             "KDTREE_GUARD_REL": "5e-2",
@@ -40,7 +40,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "KDTREE_CONFIG": "hopper",
         }
     )
-    first = ("on", True, 50, frozenset({"verify"}), Path("/var/cache/kdtree"), "warning")
+    first = ("on", True, 50, frozenset({"verify", "extend"}), Path("/var/cache/kdtree"), "warning")
     assert settings == Settings(*first, guard_rel=0.05, guard_dump=tmp_path, selftest=False, config="hopper")
 
 
@@ -89,8 +89,8 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
         ("KDTREE_VALIDATE_EVERY", "1000000000", "a whole number from 1 to 999999999"),
         ("KDTREE_VALIDATE_EVERY", "9" * 5000, "a whole number from 1 to 999999999"),
         ("KDTREE_VALIDATE_EVERY", "²", "a whole number from 1 to 999999999"),
-        ("KDTREE_FORWARD_MODES", "verify,extend", "verify"),
-        ("KDTREE_FORWARD_MODES", ",", "verify"),
+        ("KDTREE_FORWARD_MODES", "verify,decode", "verify, draft_extend, extend"),
+        ("KDTREE_FORWARD_MODES", ",", "verify, draft_extend, extend"),
         ("KDTREE_CACHE_DIR", "cache", "an absolute path"),
         ("KDTREE_CACHE_DIR", "~nobody-of-that-name/x", "an absolute path"),
         ("KDTREE_LOG_LEVEL", "loud", "info, warning, error"),

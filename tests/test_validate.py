@@ -15,7 +15,8 @@ from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
 from kdtree_patch.validate import CHUNK, Difference, Steps, scratch_elements
 from tests.fakes import FakeKernel, Stock, a_batch, a_case, a_layer, arguments
-from tests.support.cases import reference
+from tests.support.cases import reference, with_drafts
+from tests.support.reference import rel
 
 pytestmark = pytest.mark.usefixtures("all_lines")
 
@@ -274,3 +275,34 @@ def test_an_error_that_took_the_context_is_not_swallowed_by_validation(monkeypat
     monkeypatch.setattr("kdtree_patch.compare.difference", fault)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(ON, FakeKernel())
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow"])
+def test_padding_of_an_extend_is_in_no_figure(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens behind those of the last request: neither kernel writes them, so what lies there says nothing."""
+    case = with_drafts(a_case(prefixes=[4, 4], q_len=4, mask="none"), [3, 1])
+    case.q, case.k_extend = (torch.cat([tensor, tensor[:3]]) for tensor in (case.q, case.k_extend))
+    case.out = torch.full((7, *case.out.shape[1:]), torch.nan, dtype=case.out.dtype)
+    kernel = FakeKernel()
+    launch = kernel.launch
+
+    def with_old_memory(*args: Any) -> None:
+        launch(*args)
+        args[2][4:] = 1e3
+
+    kernel.launch = with_old_memory  # type: ignore[method-assign]
+    settings = Settings(mode=mode, validate=True, guard_rel=0.01, forward_modes=frozenset({"extend"}))
+    router = VerifyRouter(Stock().function, kernel, settings, Ledger())
+    router.context, router.mode = (a_layer(), a_batch()), "extend"
+    router(**arguments(case))
+    (line,) = layer_lines(capsys)
+    assert float(line[4]) == 0.0 and line[5] == ""
+    assert router.ledger.disabled is None
+    assert rel(case.out[:4], reference(case)[:4]) < 1e-3
+
+
+def test_the_mean_is_that_of_the_tokens_that_were_looked_at() -> None:
+    ours, stock = torch.tensor([[2.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    scratch = torch.empty(scratch_elements(ours), dtype=torch.float64)
+    found = validate.difference(ours, stock, scratch, torch.tensor([False, True]))
+    assert (found.mean, found.max_abs_diff, found.rel) == (1.0, 1.0, 1.0)

@@ -50,6 +50,10 @@ def test_replays_are_right_and_have_the_bits_of_the_eager_call(make: cases.Make,
     cases.replays_are_right_and_have_the_bits_of_the_eager_call(make, settings)
 
 
+def test_draft_extends_are_recorded_by_themselves(make: cases.Make, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.draft_extends_are_recorded_by_themselves(make, capsys)
+
+
 def test_a_replay_is_a_call(make: cases.Make) -> None:
     cases.a_replay_is_a_call(make)
 

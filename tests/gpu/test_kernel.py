@@ -10,7 +10,7 @@ import triton.testing
 
 from kdtree_patch.kernel import VerifyKernel
 from tests.gpu.stock import run_stock
-from tests.support.cases import LIMIT, in_high_slots, make_case, padded, reference
+from tests.support.cases import LIMIT, in_high_slots, make_case, on_pages, padded, reference, with_drafts
 from tests.support.reference import rel
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,6 +33,9 @@ SHAPES = [
     ([100] * 200, 9, 8),
     ([7, 20000, 3, 0, 555], 9, 8),
     ([9000], 256, 16),
+    ([700], 257, 128),
+    ([3000, 40], 257, 8),
+    ([100], 512, 128),
     ([100, 300], 16, 63),
 ]
 
@@ -92,6 +95,28 @@ def test_a_row_that_sees_nothing_is_zero(kernel: VerifyKernel) -> None:
     out = case.launch(kernel)
     assert torch.count_nonzero(out[1]) == 0
     assert rel(out, reference(case)) < LIMIT[BF16]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+def test_chains_on_pages(kernel: VerifyKernel, page_size) -> None:
+    case = on_pages(make_case([4000, 0, 31, 129], 9, 8, dtype=BF16, device="cuda", mask="none"), page_size)
+    expected = reference(case)
+    assert rel(case.launch(kernel), expected) < LIMIT[BF16]
+    assert rel(case.out, expected) <= 1.02 * rel(run_stock(case), expected)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[9, 1, 0, 4], [300, 1, 17, 2], [512], [1] * 100], ids=lambda lengths: str(lengths)[:16]
+)
+@pytest.mark.parametrize("heads", [8, 128])
+def test_extends_of_different_lengths(kernel: VerifyKernel, lengths, heads) -> None:
+    """The lengths are on the device alone; stock is given the same call."""
+    rnd = random.Random(len(lengths))
+    prefixes = [rnd.choice([0, 1, 33, 700, 3000]) for _ in lengths]
+    case = with_drafts(make_case(prefixes, max(lengths), heads, dtype=BF16, device="cuda", mask="none"), lengths)
+    expected = reference(case)
+    ours, stock = rel(case.launch(kernel), expected), rel(run_stock(case), expected)
+    assert ours < LIMIT[BF16] and ours <= 1.02 * stock
 
 
 def test_same_input_same_bits(kernel: VerifyKernel) -> None:

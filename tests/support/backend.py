@@ -11,6 +11,8 @@ Only for processes started with the environment of `child_env` in env.py; there 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kdtree_patch.demo_backend import (
@@ -52,10 +54,10 @@ __all__ = [
 ]
 
 
-def forward_stock(bed: Bed, call: Call, layer: int = 0) -> torch.Tensor:
+def forward_stock(bed: Bed, call: Call, layer: int = 0, **options: Any) -> torch.Tensor:
     """The same layer through SGLang's own kernel."""
     with stock_attention(bed):
-        return forward(bed, call, layer)
+        return forward(bed, call, layer, **options)
 
 
 def reference(bed: Bed, call: Call, layer: int = 0) -> torch.Tensor:

@@ -188,6 +188,24 @@ def with_drafts(case: Case, lengths: list[int]) -> Case:
     )
 
 
+def on_pages(case: Case, page_size: int) -> Case:
+    """The same prefixes on pages of `page_size` slots, whole ones for each request; NaN in every other slot."""
+    lengths = case.kv_indptr.diff().tolist()
+    pages = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(7)) + 1
+    slots = torch.cat(
+        [
+            (own[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+            for own, length in zip(order.split(pages), lengths, strict=True)
+        ]
+    ).to(case.kv_indices.device)
+    pool = torch.full_like(case.kv_pool[:1], float("nan")).repeat((sum(pages) + 1) * page_size, 1, 1)
+    pool[slots] = case.kv_pool[case.kv_indices]
+    return replace(
+        case, kv_pool=pool, kv_indices=slots.to(case.kv_indices.dtype), out=torch.full_like(case.out, float("nan"))
+    )
+
+
 def in_high_slots(case: Case) -> Case:
     """The same prefixes in slots whose element offsets do not fit 31 bits, the first of which is 3,728,271.
 

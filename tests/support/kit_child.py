@@ -12,7 +12,7 @@ import unittest
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.test.kits.attention_unittest.attention_methods.mla_attention import MLAAttentionCase
+from sglang.test.kits.attention_unittest.attention_methods.mla_attention import MLAAttentionCase, run_mla_attention_case
 from sglang.test.kits.attention_unittest.runner_modes.speculative_target_verify_runner import run_mla_eagle_verify_case
 
 from kdtree_patch import hook
@@ -24,7 +24,7 @@ def main() -> None:
     routed = {}
     for case in json.loads(sys.argv[1]):
         before = hook.counts()
-        run(**case)
+        run_extend(**case) if "mode" in case else run(**case)
         routed[case["name"]] = {" ".join(reason): count for reason, count in (hook.counts() - before).items()}
     print(json.dumps(routed))
 
@@ -51,6 +51,21 @@ def run(
         dtype=torch.float16,
         device="cpu",
     )
+
+
+def run_extend(name: str, mode: str, prefixes: list[int], new: list[int], heads: int = 4, page_size: int = 1) -> None:
+    """A batch whose requests have `new` tokens each."""
+    case = MLAAttentionCase(
+        name=name,
+        backend="triton",
+        forward_mode=ForwardMode[mode],
+        num_heads=heads,
+        page_size=page_size,
+        prefix_lens=tuple(prefixes),
+        extend_lens=tuple(new),
+    )
+    shape = dict(kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.float16, device="cpu")
+    run_mla_attention_case(unittest.TestCase(), case, **shape)
 
 
 if __name__ == "__main__":

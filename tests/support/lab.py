@@ -30,7 +30,12 @@ TIMEOUT_S = 300
 
 @dataclass
 class Trial:
-    """One verify batch and the backend that it goes to. `mask` is what `verify_batch` takes."""
+    """One verify batch and the backend that it goes to. `mask` is what `verify_batch` takes.
+
+    `around` names what `peculiar.py` makes of the backend, `layer` are attributes that its layers have, `options`
+    arguments that `forward_extend` gets: for calls that are not to be served. Without a request the backend is
+    made, and no more.
+    """
 
     heads: int
     q_len: int
@@ -42,11 +47,15 @@ class Trial:
     max_context: int = 64
     pool_slots: int | None = None
     poison: bool = True
+    page_size: int = 1
+    around: str = "plain"
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend(self) -> dict[str, Any]:
         """The arguments of `build`: trials that agree in them go to one and the same backend."""
-        names = ("heads", "q_len", "layers", "max_bs", "max_context", "pool_slots", "poison")
+        names = ("heads", "q_len", "layers", "max_bs", "max_context", "pool_slots", "poison", "page_size", "around")
         return {name: getattr(self, name) for name in names}
 
 
@@ -60,6 +69,7 @@ class Outcome:
     pool_after: torch.Tensor
     draft_slots: torch.Tensor
     stores: int  # calls of the pool's set_kv_buffer while `ours` was computed
+    routed_backend: bool  # the backend has a router
     routed: dict[tuple[str, str], int]  # what the router did with them: ("kernel" or "stock", reason) to calls
     log: list[str] = field(default_factory=list)  # the [kdtree] lines written meanwhile
 

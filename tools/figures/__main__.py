@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 
 from kdtree_patch import bench_report
-from kdtree_patch.bench_shapes import BenchError
+from kdtree_patch.exits import NOT_DONE, NotDone, complain
 from tests.e2e import report as e2e_report
 from tools.figures import layout, tables
 
@@ -31,7 +31,7 @@ STYLE: Any = {"svg.hashsalt": "kdtree", "svg.fonttype": "none", "font.size": 9.0
 
 
 def pictures(repo: Path = REPO) -> Iterator[tuple[str, Any, Draw]]:
-    """Name, what is drawn, and how. Raises BenchError for a result that is neither kind of run."""
+    """Name, what is drawn, and how. Raises NotDone for a result that is neither kind of run."""
     for path in sorted((repo / "docs" / "results").glob("*.json")):
         content = bench_report.read_json(path)
         if isinstance(content, dict) and "rows" in content:
@@ -68,9 +68,9 @@ def main(repo: Path = REPO) -> int:
             if after != before:
                 document.write_text(after)
                 print(document.relative_to(repo))
-    except (BenchError, layout.LayoutError) as error:
-        print(f"figures: {error}", file=sys.stderr)
-        return 1
+    except NotDone as error:
+        complain("figures", error)
+        return NOT_DONE
     return 0
 
 

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import CONFIGS
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ PREFIXES = (2000, 700, 5, 900)
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999", "#FFFFFF")
 
 
-class LayoutError(Exception):
-    """The kernel could not be asked, and why."""
-
-
 def read(repo: Path) -> dict[str, Any]:
-    """What layout.cpp says, as {"schedule": ..., "memory": ...}. Takes a few seconds of g++. Raises LayoutError."""
+    """What layout.cpp says, as {"schedule": ..., "memory": ...}. Takes a few seconds of g++. Raises NotDone."""
     cut = CONFIGS["portable"].cut_rows(Q_LEN, HEADS)
     words = [WORKERS, HEADS, Q_LEN, cut.row_blocks, cut.rows_per_block, *PREFIXES]
     with tempfile.TemporaryDirectory(prefix="kdtree-layout-") as folder:
@@ -50,9 +47,11 @@ def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LayoutError(f"{command[0]} cannot be run ({error}): the pictures of the kernel need g++") from error
+        raise NotDone(
+            f"{command[0]} cannot be run ({error})", "install g++: the pictures of the kernel need it"
+        ) from error
     if done.returncode:
-        raise LayoutError(f"{' '.join(command)}: {done.stderr.strip()[:2000]}")
+        raise NotDone(f"{' '.join(command)}: {done.stderr.strip()[:2000]}", "mend tools/figures/layout.cpp")
     return done.stdout
 
 

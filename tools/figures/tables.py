@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_patch import bench_report
-from kdtree_patch.bench_shapes import BenchError, shape_of
+from kdtree_patch.bench_shapes import shape_of
+from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import CONFIGS
 from tests.e2e import report as e2e_report
 
@@ -18,7 +19,7 @@ _BLOCK = re.compile(r"<!-- make figures: (?P<kind>\w+)(?: (?P<path>\S+))? -->\n.
 
 
 def filled(text: str, repo: Path) -> str:
-    """A document with its tables made again. Raises BenchError."""
+    """A document with its tables made again. Raises NotDone."""
 
     def table(match: re.Match[str]) -> str:
         kind, path = match["kind"], match["path"]
@@ -28,7 +29,9 @@ def filled(text: str, repo: Path) -> str:
             read, make = _KINDS[kind]
             lines = make(read(repo / path), path)
         else:
-            raise BenchError(f"there is no table {match[0].splitlines()[0]}")
+            raise NotDone(
+                f"there is no table {match[0].splitlines()[0]}", "those that are stand in tools/figures/tables.py"
+            )
         return "\n".join([match[0].splitlines()[0], *lines, "<!-- end -->"])
 
     return _BLOCK.sub(table, text)
@@ -67,7 +70,7 @@ def server(run: Mapping[str, Any], path: str) -> list[str]:
     speed = run.get("speed", {})
     rows = speed.get("rows")
     if not rows:
-        raise BenchError(f"{path} has no figures of speed")
+        raise NotDone(f"{path} has no figures of speed", "store a run of `make e2e` that has them")
     columns = sorted(
         {(row["mode"], row["bs"]) for row in rows}, key=lambda one: (list(e2e_report.MODES).index(one[0]), one[1])
     )
