@@ -30,7 +30,7 @@ def filled(text: str, repo: Path) -> str:
             lines = make(read(repo / path), path)
         else:
             raise NotDone(
-                f"there is no table {match[0].splitlines()[0]}", "those that are stand in tools/figures/tables.py"
+                f"there is no table {match[0].splitlines()[0]}", "see tools/figures/tables.py for those there are"
             )
         return "\n".join([match[0].splitlines()[0], *lines, "<!-- end -->"])
 
