@@ -3,7 +3,7 @@
 //
 // Four warpgroups, each of which has another part of a tile's way:
 //
-//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time
+//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time; of an fp8 pool, also unpacks it
 //   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory, three chunks at a time as they land; softmax; P^T over
 //                      the rope columns, which nobody needs any more
 //   value warpgroups   O^T (256 x rows each) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
@@ -161,6 +161,8 @@ constexpr int kParts = 3;                     // of a tile, that are copied and 
 constexpr int kPartChunks = kChunks / kParts;
 constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
 constexpr int kMbarriers = 2 * kParts + 4;
+// Of an fp8 pool: a round is of two chunks, 128 fp8, of which each of eight threads copies 16. The last is the rope chunk alone.
+constexpr int kPackedRounds = (kChunks + 1) / 2;
 // A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
 constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
 static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
@@ -504,6 +506,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     pass_hand_over();
   }
 
+  // Whether this thread's first or second key of a tile is none of the prefix.
+  __device__ __forceinline__ bool is_draft(int tile, int k) const { return tile * kTileKeys + warp * 16 + group + k * 8 >= request.prefix; }
+
   __device__ __forceinline__ void attend_tile(int tile, bool first) {
     const int stage = tiles() & 1;
     const bool masked = (tile + 1) * kTileKeys > request.prefix;
@@ -530,7 +535,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 #pragma unroll
     for (int i = 0; i < kThreadRows; i++) {
       float &first_key = r_score[i / 2][i % 2], &second_key = r_score[i / 2][2 + i % 2];
-      first_key *= p.scale_log2e, second_key *= p.scale_log2e;
+      first_key = scaled(p, first_key, is_draft(tile, 0)), second_key = scaled(p, second_key, is_draft(tile, 1));
       risen = risen || fmaxf(first_key, second_key) > r_highest[i];
     }
     // With the vote, all warps are done with the rope chunk.
@@ -544,7 +549,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
         r_prob[n][k] =
             pack2<Element>(exp2_approx(r_score[n][k * 2] - r_highest[n * 2]), exp2_approx(r_score[n][k * 2 + 1] - r_highest[n * 2 + 1]));
         const float2 rounded = unpack2<Element>(r_prob[n][k]);
-        r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
+        r_sum[n * 2] += counted(p, rounded.x, is_draft(tile, k)), r_sum[n * 2 + 1] += counted(p, rounded.y, is_draft(tile, k));
       }
     Base::wait_until_taken();
     unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
@@ -570,7 +575,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     if (thread < G::kRows) {
       const float sum = exchange(0)[thread] + exchange(1)[thread] + (exchange(2)[thread] + exchange(3)[thread]);
       if (slot < 0) {
-        Base::s_factor()[thread] = sum == 0.f ? 0.f : 1.f / sum;
+        Base::s_factor()[thread] = output_factor(p, sum);
       } else {
         p.partial_stats[(long long)slot * G::kRows + thread] = make_float2(Base::s_highest()[thread], sum);
       }
@@ -734,7 +739,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
 // ---------------------------------------------------------------------------------------------------------------------------- the copies
 
 // One warpgroup: tiles into shared memory.
-template <int ROW_TILES>
+template <class Element, int ROW_TILES>
 struct CopyWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
   using Base::p, Base::shared, Base::thread, Base::request;
@@ -777,16 +782,66 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     mbarrier_wait(Base::free(stage), (tiles >> 1) - 1 & 1);  // the first two are free, as in wait_until_taken
     const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
     const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
+    auto copy = [&](int chunk, int i) {
+      const bool exists = Pool::is_fp8 ? tile * kTileKeys + copied_key(i) < columns : existing >> i & 1;
+      cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128, exists ? 16 : 0);
+    };
+    if constexpr (Pool::is_fp8) {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk++) {
+      for (int round = 0; round < kPackedRounds; round++) {
+#pragma unroll
+        for (int i = 0; i < kThreadKeys; i++) {
+          if (!is_packed(tile, i)) {
+            copy(round * 2, i);
+            if (round * 2 + 1 < kChunks) copy(round * 2 + 1, i);
+          } else if (has_packed(round)) {
+            cp_async_16(shared_address(shared) + packed_offset(stage, round) + i * kRound * 128, source[i] + round * 128, 16);
+          }
+        }
+        cp_async_commit();
+      }
+      load_slots(tile + 1);
+      unpack_rounds<0>(tile, stage);
+    } else {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk++) {
+#pragma unroll
+        for (int i = 0; i < kThreadKeys; i++) copy(chunk, i);
+        if (chunk % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, chunk / kPartChunks));
+      }
+      load_slots(tile + 1);
+    }
+    tiles++;
+  }
+
+  // Packed keys, of an fp8 pool. A round is of two chunks, of which this thread has 16 numbers of each of its keys; of the rope chunk,
+  // which is alone, half of the threads have some.
+  __device__ __forceinline__ bool is_packed(int tile, int i) const { return tile * kTileKeys + copied_key(i) < request.prefix; }
+  __device__ __forceinline__ bool has_packed(int round) const { return round < kPackedRounds - 1 || packed_line(thread & 7) == 0; }
+  // Of the first key's.
+  __device__ __forceinline__ int packed_offset(int stage, int round) const {
+    const int number = fresh(thread), unit = number & 7, offset = chunk_offset(number >> 3, packed_unit(unit));
+    return offset + (round == kPackedRounds - 1 ? G::rope(stage) : G::stage(stage) + (round * 2 + packed_line(unit)) * kChunkBytes);
+  }
+
+  // Unpacks what this thread has copied, round after round as they land, and says so when a part is complete.
+  template <int ROUND>
+  __device__ __forceinline__ void unpack_rounds(int tile, int stage) const {
+    cp_async_wait<kPackedRounds - 1 - ROUND>();
+    if (has_packed(ROUND)) {
+      const int offset = packed_offset(stage, ROUND);
 #pragma unroll
       for (int i = 0; i < kThreadKeys; i++)
-        cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128,
-                    existing >> i & 1 ? 16 : 0);
-      if (chunk % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, chunk / kPartChunks));
+        if (is_packed(tile, i))
+          unpack_in_place<Element>(shared + offset + i * kRound * 128, shared + (offset ^ 16) + i * kRound * 128, thread & 7);
     }
-    load_slots(tile + 1);
-    tiles++;
+    constexpr int kPartsBefore = ROUND * 2 / kPartChunks;
+    constexpr int kPartsNow = ROUND == kPackedRounds - 1 ? kParts : (ROUND + 1) * 2 / kPartChunks;
+    if constexpr (kPartsNow > kPartsBefore) {
+      fence_proxy_async();
+      mbarrier_arrive(Base::full(stage, kPartsBefore));
+    }
+    if constexpr (ROUND + 1 < kPackedRounds) unpack_rounds<ROUND + 1>(tile, stage);
   }
 
   __device__ __forceinline__ void run() {
@@ -828,7 +883,7 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 3) {
     set_max_registers_down<kCopyRegisters>();
-    CopyWarpgroup<ROW_TILES>(p, hopper_shared).run();
+    CopyWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
   } else if (warpgroup == 0) {  // keeps the registers that it has
     ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
   } else {
