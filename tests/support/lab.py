@@ -42,12 +42,16 @@ class Trial:
     max_context: int = 64
     pool_slots: int | None = None
     poison: bool = True
+    kv_dtype: torch.dtype | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
 
     @property
     def backend(self) -> dict[str, Any]:
         """The arguments of `build`: trials that agree in them go to one and the same backend."""
         names = ("heads", "q_len", "layers", "max_bs", "max_context", "pool_slots", "poison")
-        return {name: getattr(self, name) for name in names}
+        pool = ("kv_dtype", "k_scale", "v_scale")
+        return {name: getattr(self, name) for name in (*names, *pool)}
 
 
 @dataclass
