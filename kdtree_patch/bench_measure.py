@@ -160,7 +160,7 @@ def stock_arguments(
         **{name: call[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")},
     )
     if "k_scale" in inspect.signature(stock).parameters:
-        arguments |= dict(k_scale=1.0, v_scale=1.0)
+        arguments |= {name: call.get(name, 1.0) for name in ("k_scale", "v_scale")}
     return arguments
 
 

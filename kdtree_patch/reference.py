@@ -35,12 +35,13 @@ def attention(
     out = torch.zeros(tokens, heads, LATENT, dtype=torch.float64, device=q.device)
     q64, k64, v64 = (x.detach().double() for x in (q, k, v))
     pool = kv_pool.detach().view(-1, width)
+    stored = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # not every torch can take rows of fp8
     queries, keys, slots = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
     for request in range(len(queries) - 1):
         rows = slice(queries[request], queries[request + 1])
         if rows.start == rows.stop:
             continue
-        prefix = pool[slots[keys[request] : keys[request + 1]]].double()
+        prefix = stored[slots[keys[request] : keys[request + 1]]].view(pool.dtype).double()
         q_len, columns = rows.stop - rows.start, len(prefix) + rows.stop - rows.start
         row_k = torch.cat([prefix * k_scale, k64[rows, 0]])
         row_v = torch.cat([prefix[:, :LATENT] * v_scale, v64[rows, 0]])

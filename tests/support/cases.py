@@ -166,7 +166,7 @@ def padded(case: Case, requests: int) -> Case:
 
     tokens = case.out.shape[0] + extra
     pool = case.kv_pool.clone()
-    pool[0] = 0.5
+    as_bytes(pool)[0] = 0.5 if pool.itemsize > 1 else 0x30  # 0.5 of e4m3, 0.125 of e5m2
     # The stale ends of kv_indices and of the mask come after the live part, and so does the padding.
     live_indices = case.kv_indices[: int(case.kv_indptr[-1])]
     mask, mask_indptr = case.custom_mask, case.mask_indptr
@@ -207,6 +207,11 @@ def with_pool(case: Case, pool: torch.dtype | None, k_scale: float = 0.5, v_scal
     return replace(case, kv_pool=(case.kv_pool / k_scale).to(pool), k_scale=k_scale, v_scale=v_scale)
 
 
+def as_bytes(pool: torch.Tensor) -> torch.Tensor:
+    """A pool of fp8 as bytes, whose rows every torch can read and write; another one as it is."""
+    return pool.view(torch.uint8) if pool.itemsize == 1 else pool
+
+
 def in_high_slots(case: Case) -> Case:
     """The same prefixes in slots whose element offsets do not fit 31 bits, the first of which is 3,728,271.
 
@@ -214,7 +219,7 @@ def in_high_slots(case: Case) -> Case:
     """
     slots = 3_728_280 + torch.arange(len(case.kv_indices), device=case.q.device)
     pool = torch.empty(int(slots[-1]) + 1, 1, HEAD_DIM, dtype=case.kv_pool.dtype, device=case.q.device)
-    pool[slots] = case.kv_pool[case.kv_indices]
+    as_bytes(pool)[slots] = as_bytes(case.kv_pool)[case.kv_indices]
     return replace(case, kv_pool=pool, kv_indices=slots.to(case.kv_indices.dtype))
 
 
