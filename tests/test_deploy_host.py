@@ -418,6 +418,16 @@ def test_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing to confirm" in confirm(monkeypatch, mode="off")[0]
 
 
+def test_with_an_fp8_pool_stock_itself_is_further_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = f"{INSTALLED} target=sm_120-fp8_e4m3"
+    assert "validation: 1 layer lines, largest rel 1.40e-01" in confirm(
+        monkeypatch, fp8, fp8, SHAPES, LAYER.format(0, "1.4e-01")
+    )
+    for kernel, rel in ((fp8, "1.0e+00"), (fp8, "nan"), (f"{INSTALLED} target=sm_120", "1.4e-01")):
+        with pytest.raises(service.Failed, match="rel is above"):
+            confirm(monkeypatch, kernel, kernel, SHAPES, LAYER.format(0, rel))
+
+
 def test_layers_that_come_late_are_waited_for_and_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (INSTALLED, INSTALLED, SHAPES)
     said = confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-03"))

@@ -727,13 +727,6 @@ HOPPER_MUTANTS = [
         target="host-fp8_e4m3",
     ),
     Mutant(
-        "nothing_beyond",
-        "keys beyond the last column are whatever lies there",
-        "tile * kTileKeys + copied_key(i) < columns : existing",
-        "true : existing",
-        target="host-fp8_e4m3",
-    ),
-    Mutant(
         "second_draft",
         "a thread's second key is taken for a draft token where its first one is",
         "group + k * 8 >= request.prefix",
