@@ -87,7 +87,8 @@ class FakeKernel:
 
     def launch(
         self, q: Any, k_extend: Any, out: Any, kv_pool: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any,
-        custom_mask: Any, mask_indptr: Any, q_len: int, scale: float, k_scale: float, v_scale: float,
+        custom_mask: Any, mask_indptr: Any, q_len: int, scale: float, k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
         if self.error is not None:
