@@ -20,6 +20,7 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from kdtree_patch import __version__, contract, log, metrics
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.route import Kernel, VerifyRouter
 from kdtree_patch.settings import Settings
+from kdtree_patch.validate import FP8_STOCK_REL
 
 if TYPE_CHECKING:
     from kdtree_patch.compile import CompileJob
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
 MARK: Final = "_self_kdtree_patch"
 # On an instance: its router. On the instance rather than in a table of ours, so that the two live and die together.
 ROUTER: Final = "_kdtree_router"
+
+TIGHT_GUARD: Final = (
+    "KDTREE_GUARD_REL=%g will trip: with an fp8 KV pool the stock kernel itself rounds queries and weights to fp8, and "
+    "is up to %g off; set it higher"
+)
 
 FP8_TYPES: Final = frozenset(getattr(torch, name) for name in contract.FP8)
 
@@ -98,6 +105,8 @@ class Worker:
             # The stock function is wrapped like this too: torch.compile must not look inside.
             routed = torch.compiler.disable(router.__call__)
             if not self._installed:
+                if kernel.pool is not None and (self.settings.guard_rel or math.inf) < FP8_STOCK_REL:
+                    log.get_logger().warning(TIGHT_GUARD, self.settings.guard_rel, FP8_STOCK_REL)
                 log.installed(**facts)
                 self._installed = self._spoken = True
             setattr(backend, ROUTER, router)

@@ -611,6 +611,27 @@ def test_an_fp8_pool_gets_a_kernel_of_its_own(pool: torch.dtype) -> None:
     assert service.pools == [pool, None]
 
 
+@pytest.mark.parametrize(
+    ("pool", "limit", "warned"),
+    [
+        (torch.float8_e4m3fn, 0.05, True),
+        (torch.float8_e4m3fn, 0.5, False),
+        (torch.float8_e4m3fn, None, False),
+        (None, 0.05, False),
+    ],
+)
+def test_a_guard_that_the_stock_kernels_own_rounding_would_trip_is_said(
+    pool: torch.dtype | None, limit: float | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = Service(Settings(guard_rel=limit))
+    service.kernel = FakeKernel(pool=pool)
+    service.start(kv_cache_dtype=pool)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "KDTREE_GUARD_REL" in line]
+    assert len(lines) == warned
+    if warned:
+        assert lines[0].startswith("[kdtree] WARNING KDTREE_GUARD_REL=0.05 will trip")
+
+
 @pytest.mark.parametrize("runner", [dict(), dict(kv_cache_dtype=torch.uint8), dict(kv_cache_dtype="fp8_e4m3")], ids=str)
 def test_a_pool_of_a_type_that_is_not_known_gets_the_usual_kernel(runner: dict[str, Any]) -> None:
     """Which then declines its calls, for their pool is of another type than their queries."""
