@@ -16,6 +16,7 @@ from types import FrameType
 from kdtree_patch.arguments import output_file, plot_file, whole_number
 from kdtree_patch.bench import open_console
 from kdtree_patch.bench_shapes import BenchError
+from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -59,6 +60,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PROMPT,BATCH",
         help="of speed: only these, e.g. 8192,1",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=tuple(FP8_POOLS),
+        metavar="TYPE",
+        help="of tokens: an fp8 KV pool, %(choices)s; rel is judged and tokens are not, as stock rounds to fp8",
+    )
     parser.add_argument("--layers", type=whole_number(2, 128), default=24, help="of the model of speed (24)")
     parser.add_argument("--no-kernels", action="store_true", help="of speed: do not time the kernels alone")
     parser.add_argument("--requests", type=whole_number(1), default=load.REQUESTS, help=f"of load ({load.REQUESTS})")
@@ -75,6 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.tp > 1 and (arguments.only, arguments.points) != (list(RUNS), list(speed.POINTS)):
         parser.error("--only and --points are for one GPU: with --tp the run is `ranks`")
+    if arguments.kv_cache_dtype is not None and (arguments.tp > 1 or arguments.only != ["tokens"]):
+        parser.error("--kv-cache-dtype goes with --only tokens")
     return arguments
 
 
@@ -126,7 +135,7 @@ def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, fo
         return
     figures, pairs, under_load = (
         plan.speed_pairs(checkpoints),
-        plan.token_pairs(checkpoints),
+        plan.token_pairs(checkpoints, arguments.kv_cache_dtype),
         plan.load_spec(checkpoints),
     )
     specs = {
@@ -141,7 +150,7 @@ def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, fo
         if "load" in arguments.only:
             load.run(fleet, record, under_load, nvml, arguments.requests)
         if "tokens" in arguments.only:
-            tokens.run(fleet, record, pairs)
+            tokens.run(fleet, record, pairs, arguments.kv_cache_dtype)
 
 
 def show(document: dict[str, object], picture: Path | None) -> int:
