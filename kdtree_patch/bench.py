@@ -21,7 +21,7 @@ from typing import Any
 
 from kdtree_patch import exits
 from kdtree_patch.arguments import PLOT_FORMATS, need, output_file, plot_file
-from kdtree_patch.bench_shapes import KINDS, PORTABLE_SHAPES, SHAPES, SWEEP, TRIALS, Shape, parse_shape
+from kdtree_patch.bench_shapes import KINDS, KV_DTYPES, PORTABLE_SHAPES, SHAPES, SWEEP, TRIALS, Shape, parse_shape
 from kdtree_patch.exits import NotDone
 
 CONFIGS = ("portable", "hopper")
@@ -69,6 +69,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--config",
         choices=CONFIGS,
         help="force this tile configuration. Default: the one made for this GPU; portable beside it for most shapes",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=tuple(name for name in KV_DTYPES if name),
+        metavar="TYPE",
+        help="with an fp8 KV pool: %(choices)s, scales of 1, and no peers. Default: a bf16 pool",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -120,13 +126,16 @@ def check(arguments: argparse.Namespace) -> None:
             )
     elif arguments.host:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
-        refuse("--host", **{"from": arguments.source}, **options)
+        pool = {"kv-cache-dtype": arguments.kv_cache_dtype}
+        refuse("--host", **{"from": arguments.source}, **options, **pool)
     elif arguments.modes is not None:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, plot=arguments.plot)
-        refuse("--modes", **{"from": arguments.source}, **options)
+        pool = {"kv-cache-dtype": arguments.kv_cache_dtype}
+        refuse("--modes", **{"from": arguments.source}, **options, **pool)
     elif arguments.source is not None:
         options = dict(shapes=arguments.shapes, sweep=arguments.sweep, config=arguments.config, json=arguments.json)
-        refuse("--from without --predict", **options)
+        pool = {"kv-cache-dtype": arguments.kv_cache_dtype}
+        refuse("--from without --predict", **options, **pool)
     need("rich")
     if arguments.plot is not None:
         need("matplotlib", "for --plot")
@@ -142,6 +151,8 @@ def command_of(arguments: argparse.Namespace) -> str:
         words += ["--modes", *arguments.modes]
     if arguments.config is not None:
         words += ["--config", arguments.config]
+    if arguments.kv_cache_dtype is not None:
+        words += ["--kv-cache-dtype", arguments.kv_cache_dtype]
     if arguments.shapes:
         words += ["--shapes", *map(str, arguments.shapes)]
     return shlex.join(words)
@@ -198,13 +209,14 @@ def measure(arguments: argparse.Namespace) -> int:
     from kdtree_patch import bench_host as host
     from kdtree_patch import bench_measure as measuring
 
-    kernel = measuring.load_kernel(arguments.config or "auto")
+    pool = arguments.kv_cache_dtype
+    kernel = measuring.load_kernel(arguments.config or "auto", pool)
     own = kernel.config.name
     wanted = {
         shape: [kernel] for shape in dict.fromkeys(arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ())))
     }
     if arguments.config is None and not arguments.shapes and own != "portable":
-        portable = measuring.load_kernel("portable")
+        portable = measuring.load_kernel("portable", pool)
         for shape in PORTABLE_SHAPES:
             wanted[shape] = [kernel, portable]
     stock = measuring.stock_kernel()
@@ -213,7 +225,8 @@ def measure(arguments: argparse.Namespace) -> int:
         step("ceilings")
         ceilings = measuring.measure_ceilings()
         step("host time")
-        host_time = host.measure_host(kernel, stock)
+        # The host's share does not depend on the pool, and its inputs are bf16.
+        host_time = host.measure_host(measuring.load_kernel(own) if pool else kernel, stock)
         rivals = measuring.Rivals(stock, say)
         for shape, kernels in wanted.items():
             step(f"bs {shape.bs}, q_len {shape.q_len}, {shape.heads} heads, prefix {shape.prefix:,}")
@@ -320,7 +333,8 @@ def predict(arguments: argparse.Namespace) -> int:
     source = arguments.source or REFERENCE_RUN
     reference = bench_report.read_run(source)
     shapes: Sequence[Shape] = arguments.shapes or (*SHAPES, *(SWEEP if arguments.sweep else ()))
-    predicted = bench_predict.predict(reference, tuple(dict.fromkeys(shapes)))
+    kv_dtype = KV_DTYPES[arguments.kv_cache_dtype]
+    predicted = bench_predict.predict(reference, tuple(dict.fromkeys(shapes)), kv_dtype)
     origin = {name: reference["meta"][name] for name in ("command", "gpu", "date")} | {"file": source.name}
     meta = dict(
         kind="prediction", command=command_of(arguments), date=datetime.date.today().isoformat(), reference=origin

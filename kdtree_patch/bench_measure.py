@@ -21,7 +21,7 @@ import torch
 
 from kdtree_patch import __version__
 from kdtree_patch.bench_peers import PEERS, installed_peers
-from kdtree_patch.bench_shapes import Shape, floor_us
+from kdtree_patch.bench_shapes import KV_DTYPES, Shape, floor_us
 from kdtree_patch.compile import KERNELS, import_cupy
 from kdtree_patch.exits import NotDone
 from kdtree_patch.kernel import KernelUnavailable, VerifyKernel
@@ -39,11 +39,14 @@ Stock = Callable[..., Any]
 Say = Callable[[str], None]
 
 
-def load_kernel(config: str = "auto") -> VerifyKernel:
-    """The kernel on the current GPU, in a configuration (as `VerifyKernel.load` has it). Raises NotDone."""
+def load_kernel(config: str = "auto", pool: str | None = None) -> VerifyKernel:
+    """The kernel on the current GPU, in a configuration (as `VerifyKernel.load` has it), for an fp8 pool or one of
+    bf16. Raises NotDone.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        return VerifyKernel.load(device, config=config)
+        fp8 = None if pool is None else getattr(torch, KV_DTYPES[pool])
+        return VerifyKernel.load(device, config=config, pool=fp8)
     except KernelUnavailable as error:
         raise NotDone(f"there is no kernel: {error.reason}: {error}", "see `python -m kdtree_patch doctor`") from error
 
@@ -122,8 +125,10 @@ def mma_operations_of_block(iterations: int) -> int:
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def inputs(shape: Shape, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """N(0, 1) inputs of one verify call, by the names of `VerifyKernel.launch`: scattered slots, random trees."""
+def inputs(shape: Shape, device: str = "cuda", fp8: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """N(0, 1) inputs of one verify call, by the names of `VerifyKernel.launch`: scattered slots, random trees. The pool
+    is bf16, or of the type `fp8`.
+    """
     bs, q_len, heads, prefix = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -139,7 +144,7 @@ def inputs(shape: Shape, device: str = "cuda") -> dict[str, torch.Tensor]:
         q=normal(bs * q_len, heads, HEAD_DIM),
         k_extend=normal(bs * q_len, 1, HEAD_DIM),
         out=torch.full((bs * q_len, heads, LATENT), torch.nan, device=device, dtype=torch.bfloat16),
-        kv_pool=normal(slots + 64, 1, HEAD_DIM),
+        kv_pool=normal(slots + 64, 1, HEAD_DIM).to(fp8 or torch.bfloat16),
         qo_indptr=(steps * q_len).int(),
         kv_indptr=(steps * prefix).int(),
         kv_indices=torch.randperm(slots + 64, device=device, generator=generator)[:slots],
@@ -165,7 +170,7 @@ def stock_arguments(
         **{name: call[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")},
     )
     if "k_scale" in inspect.signature(stock).parameters:
-        arguments |= dict(k_scale=1.0, v_scale=1.0)
+        arguments |= {name: call.get(name, 1.0) for name in ("k_scale", "v_scale")}
     return arguments
 
 
@@ -187,7 +192,9 @@ def request_error(call: Mapping[str, torch.Tensor], shape: Shape, request: int) 
     _, q_len, _, prefix = shape
     tokens = slice(request * q_len, (request + 1) * q_len)
     slots = call["kv_indices"][request * prefix : (request + 1) * prefix]
-    keys = torch.cat([call["kv_pool"][slots], call["k_extend"][tokens]]).squeeze(1).double()
+    pool = call["kv_pool"]
+    stored = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # not every torch can take rows of fp8
+    keys = torch.cat([stored[slots].view(pool.dtype).double(), call["k_extend"][tokens].double()]).squeeze(1)
     visible = call["custom_mask"].view(shape.bs, q_len, 1, prefix + q_len)[request]
     scores = torch.einsum("qhd,kd->qhk", call["q"][tokens].double(), keys) * SCALE
     right = torch.einsum("qhk,kd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), keys[:, :LATENT])
@@ -213,7 +220,9 @@ class Rivals:
         if stock is not None:
             out = torch.empty_like(call["out"])
             stock_us = self._time("stock", lambda: bind_stock(stock, call, out, shape.q_len, SCALE))
-        found = {name: self._time(name, partial(make, call, shape, SCALE)) for name, make in self._peers.items()}
+        # The peers are given bf16 pools, as they do not all take others.
+        peers = self._peers if call["kv_pool"].dtype == torch.bfloat16 else {}
+        found = {name: self._time(name, partial(make, call, shape, SCALE)) for name, make in peers.items()}
         return stock_us, {name: us for name, us in found.items() if us is not None}
 
     def _time(self, name: str, make: Callable[[], Callable[[], Any]]) -> float | None:
@@ -252,8 +261,11 @@ def warm_us(run: Callable[[], Any]) -> float:
 def measure_shape(
     shape: Shape, kernels: Sequence[VerifyKernel], rivals: Rivals, ceilings: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """One row of the result for each kernel, as the benchmark's JSON has it. The kernels are on one device."""
-    call = inputs(shape, kernels[0].device.type)
+    """One row of the result for each kernel, as the benchmark's JSON has it. The kernels are on one device, and for one
+    type of pool.
+    """
+    call = inputs(shape, kernels[0].device.type, kernels[0].pool)
+    kv_dtype = str(call["kv_pool"].dtype).removeprefix("torch.")
     stock_us, peers = rivals.times(call, shape)
     rows = []
     for kernel in kernels:
@@ -266,10 +278,10 @@ def measure_shape(
         rel = error_of(call, shape)
         rows.append(
             dict(
-                **dict(shape._asdict(), kv_dtype="bfloat16", config=kernel.config.name),
+                **dict(shape._asdict(), kv_dtype=kv_dtype, config=kernel.config.name),
                 **dict(kernel_us=round(warm_us(ours), 1), kernel_cold_us=round(cold_us(ours), 1)),
                 stock_us=None if stock_us is None else round(stock_us, 1),
-                floor_us=round(floor_us(shape, ceilings["copy_tb_s"], ceilings["mma_sync_tflops"]), 2),
+                floor_us=round(floor_us(shape, ceilings["copy_tb_s"], ceilings["mma_sync_tflops"], kv_dtype), 2),
                 rel=None if math.isnan(rel) else round(rel, 6),
                 peers={name: round(us, 1) for name, us in peers.items()},
             )

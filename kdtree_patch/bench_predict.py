@@ -19,10 +19,10 @@ of which are taken to be bound by their tiles: `start` is what a call costs befo
 kernel, `tensor` the part of the mma.sync rate, as measured in the same run, that the busiest worker achieves. How far
 the model is off on those very rows is printed with every prediction.
 
-What it does not know: the rate of the L2 (not published for these parts; the rate that the prediction would need is in
-the JSON), clocks under load, and that what is not tensor work in a tile does not slow down with the tensor cores. Where
-they are slower for each multiprocessor than the reference's, on the GeForce parts above all, the prediction is rather
-too high.
+What it does not know: what it costs to convert the keys of an fp8 pool, of which it halves the bytes alone; the rate of
+the L2 (not published for these parts; the rate that the prediction would need is in the JSON); clocks under load; and
+that what is not tensor work in a tile does not slow down with the tensor cores. Where they are slower for each
+multiprocessor than the reference's, on the GeForce parts above all, the prediction is rather too high.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kdtree_patch.bench_shapes import Shape, floor_us, moved_bytes, operations, shape_of
+from kdtree_patch.bench_shapes import (
+    POOL_ELEMENT_BYTES,
+    Shape,
+    floor_us,
+    moved_bytes,
+    operations,
+    shape_of,
+)
 from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT
 
@@ -113,13 +120,13 @@ def tile_us(counts: Counts, gpu: Gpu, tflops: float | None = None) -> float:
     return counts.tiles * counts.tile_operations / rate / 1e6
 
 
-def count(shape: Shape, gpu: Gpu) -> Counts:
+def count(shape: Shape, gpu: Gpu, kv_dtype: str = "bfloat16") -> Counts:
     """Of a call whose requests all have the same prefix."""
     cut = PORTABLE.cut_rows(shape.q_len, shape.heads)
     workers = gpu.multiprocessors
     item_tiles = -(-(shape.prefix + shape.q_len) // PORTABLE.tile_keys)
     most, partials = deal(shape.bs, cut.row_blocks, item_tiles, workers, shape.prefix < PORTABLE.tile_keys)
-    key_bytes = HEAD_DIM * 2
+    key_bytes = HEAD_DIM * POOL_ELEMENT_BYTES[kv_dtype]
     copied = shape.tokens * key_bytes
     # A worker that goes through several items reads the keys of one request once for each of its row blocks among them.
     passes = min(cut.row_blocks, max(1.0, most / item_tiles))
@@ -131,7 +138,7 @@ def count(shape: Shape, gpu: Gpu) -> Counts:
         tiles=most,
         tile_operations=PORTABLE.tile_keys * cut.rows_per_block * 2 * (HEAD_DIM + LATENT),
         cut=partials > 0,
-        memory_bytes=moved_bytes(shape) + round((passes - 1) * copied),
+        memory_bytes=moved_bytes(shape, kv_dtype) + round((passes - 1) * copied),
         l2_bytes=cut.row_blocks * copied + 2 * partials * rows * (LATENT * 4 + 8),
     )
 
@@ -193,7 +200,7 @@ def portable_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [row for row in run["rows"] if row["config"] == CONFIG and row["kv_dtype"] == "bfloat16"]
 
 
-def predict(run: Mapping[str, Any], shapes: Sequence[Shape]) -> dict[str, Any]:
+def predict(run: Mapping[str, Any], shapes: Sequence[Shape], kv_dtype: str = "bfloat16") -> dict[str, Any]:
     """The document that `--predict --json` writes, but for where the run came from."""
     model, reference, rate = fit(run)
     check = []
@@ -202,17 +209,17 @@ def predict(run: Mapping[str, Any], shapes: Sequence[Shape]) -> dict[str, Any]:
         measured = row["kernel_cold_us"]
         off = dict(measured_us=measured, predicted_us=round(us, 1), off_percent=round(100 * (us / measured - 1), 1))
         check.append(shape_of(row)._asdict() | off)
-    rows = [predicted_row(model, gpu, shape) for gpu in GPUS for shape in shapes]
+    rows = [predicted_row(model, gpu, shape, kv_dtype) for gpu in GPUS for shape in shapes]
     constants = {name: round(value, 4) for name, value in vars(model).items()}
     return dict(model=constants, gpus=[vars(gpu) for gpu in GPUS], check=check, rows=rows)
 
 
-def predicted_row(model: Model, gpu: Gpu, shape: Shape) -> dict[str, Any]:
-    counts = count(shape, gpu)
+def predicted_row(model: Model, gpu: Gpu, shape: Shape, kv_dtype: str) -> dict[str, Any]:
+    counts = count(shape, gpu, kv_dtype)
     us, bound = model.us(counts, gpu)
-    floor = floor_us(shape, gpu.bandwidth_tb_s * model.memory_fraction, gpu.bf16_tflops)
+    floor = floor_us(shape, gpu.bandwidth_tb_s * model.memory_fraction, gpu.bf16_tflops, kv_dtype)
     return dict(
-        **dict(gpu=gpu.name, **shape._asdict(), kv_dtype="bfloat16", config=CONFIG),
+        **dict(gpu=gpu.name, **shape._asdict(), kv_dtype=kv_dtype, config=CONFIG),
         **dict(predicted_us=round(us, 1), floor_us=round(floor, 2), bound=bound),
         **dict(operations=operations(shape), tiles=counts.tiles, tile_operations=counts.tile_operations),
         **dict(

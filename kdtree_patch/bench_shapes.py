@@ -11,6 +11,8 @@ from typing import NamedTuple
 from kdtree_patch.tiles import HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN
 
 # Bytes of one element of a KV pool. The draft tokens' own keys, the queries and the output stay at two.
+# The element type of the pool for --kv-cache-dtype, as torch and the rows of a run name it.
+KV_DTYPES = {None: "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 POOL_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 

@@ -7,8 +7,10 @@ done. An exception in any of these places would be SGLang's exception, so each e
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -83,9 +85,22 @@ def start_compiling(settings: Settings) -> CompileJob | None:
         return None
     from kdtree_patch import compile as compiling
 
-    targets = compiling.visible_targets(config=settings.config)
+    # Which type the KV pool has is certain only when the backend is constructed. Here the words that the service was
+    # started with, which a spawned process has too, are a good guess; where they say nothing of fp8 and the pool is, it
+    # is compiled then.
+    pool = said_pool(sys.argv)
+    targets = [compiling.with_pool(target, pool) for target in compiling.visible_targets(config=settings.config)]
     if not targets:
         return None
     job = compiling.CompileJob(targets, settings.cache_dir)
     job.start()
     return job
+
+
+def said_pool(words: list[str]) -> str | None:
+    """The fp8 type that `--kv-cache-dtype` has among these words, or None."""
+    from kdtree_patch.tiles import FP8_POOLS
+
+    parts = [part for word in words for part in word.split("=", 1)]
+    said = [after for option, after in itertools.pairwise(parts) if option == "--kv-cache-dtype"]
+    return said[-1] if said and said[-1] in FP8_POOLS else None

@@ -198,7 +198,7 @@ class Both:
                 # What outlives the capture: no tensor of the layer's, as they are the graph's own memory.
                 recording.call = guard.Call.of(routed.values, routed.layer, routed.scale, replay=True)
                 self._graph_calls[recording.call.elements] = recording.call
-            recording.call.pools[routed.layer] = routed.values["k_buffer"]
+            recording.call.pools[routed.layer] = guard.Pool.of(routed.values)
         if shadow:
             return "stock", self._ledger.disabled or "shadow", result
         recording.switched = True

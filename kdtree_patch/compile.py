@@ -34,6 +34,7 @@ from typing import IO, Any
 
 from kdtree_patch import cache, nvml
 from kdtree_patch.log import get_logger
+from kdtree_patch.tiles import FP8_POOLS
 
 # In a repository they lie beside the package; a wheel has them within it.
 _HERE = Path(__file__).resolve().parent
@@ -56,6 +57,7 @@ NVRTC_TARGETS = tuple(NVRTC_SINCE)
 # capability only.
 GPU_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # The one target of the hopper configuration. A cubin holds one configuration: nobody waits for the other to compile.
+# Nor does it hold more than one type of the KV pool: one of fp8 is the second part of a target, `sm_120-fp8_e4m3`.
 HOPPER_TARGET = "sm_90a"
 
 HOST_FLAGS: dict[str, tuple[str, ...]] = {
@@ -111,6 +113,24 @@ class CompileResult:
 
 
 # -------------------------------------------------------------------------------------------------------------- targets
+
+
+def with_pool(target: str, pool: str | None) -> str:
+    """The target for an fp8 pool, a name of `tiles.FP8_POOLS`; None for one of the queries' type."""
+    return target if pool is None else f"{target}-{pool}"
+
+
+def parts_of(target: str) -> tuple[str, str | None]:
+    """The other way round."""
+    for pool in FP8_POOLS:
+        if target.endswith(f"-{pool}"):
+            return target.removesuffix(f"-{pool}"), pool
+    return target, None
+
+
+def _pool_option(target: str) -> tuple[str, ...]:
+    pool = parts_of(target)[1]
+    return () if pool is None else (f"-DKDTREE_POOL={FP8_POOLS[pool]}",)
 
 
 def own_config(capability: tuple[int, int]) -> str:
@@ -250,6 +270,7 @@ def _check_nvrtc(nvrtc: Any, target: str) -> str:
     """
     version = tuple(nvrtc.getVersion())
     have = f"NVRTC {version[0]}.{version[1]}"
+    target, _ = parts_of(target)
     since = NVRTC_SINCE[target]
     if version < since:
         raise CompileError(
@@ -272,14 +293,15 @@ def _check_nvrtc(nvrtc: Any, target: str) -> str:
 
 def nvrtc_options(target: str) -> tuple[str, ...]:
     """Decided by the target alone."""
-    return ("-std=c++17", f"-arch={target}", "--ptxas-options=-v", "-lineinfo")
+    arch, _ = parts_of(target)
+    return ("-std=c++17", f"-arch={arch}", *_pool_option(target), "--ptxas-options=-v", "-lineinfo")
 
 
 def compile_cubin(target: str, kernels: Path = KERNELS, cache_dir: Path | None = None) -> CompileResult:
     """Compiles the kernel in this process, without looking into the cache. Raises CompileError. Needs no GPU and no
     driver.
     """
-    if target not in NVRTC_SINCE:
+    if parts_of(target)[0] not in NVRTC_SINCE:
         raise ValueError(f"{target} is not one of {', '.join(NVRTC_TARGETS)}")
     nvrtc = _load_nvrtc(cache_dir)
     compiler = _check_nvrtc(nvrtc, target)
@@ -429,17 +451,18 @@ class _Plan:
 
 
 def _plan(target: str, kernels: Path, cache_dir: Path | None) -> _Plan:
-    if target in NVRTC_SINCE:
+    arch, _ = parts_of(target)
+    if arch in NVRTC_SINCE:
         cuda = _cuda_sources(kernels)
         nvrtc = _load_nvrtc(cache_dir)
         compiler = _check_nvrtc(nvrtc, target)
         key = _digest([_version(), target, compiler, *nvrtc_options(target), *_named(cuda)])
         return _Plan(target, key, ".cubin", compiler, lambda _: _run_nvrtc(nvrtc, compiler, target, cuda).cubin)
-    if target in HOST_FLAGS:
+    if arch in HOST_FLAGS:
         gxx = _gxx_command()
         # Under -v with our options g++ would link an a.out, and print a temporary name that is another one every time.
         compiler = _run_gxx([*gxx, "--version"]).stdout
-        command = [*gxx, *HOST_FLAGS[target], *_GXX_COMMON]
+        command = [*gxx, *HOST_FLAGS[arch], *_GXX_COMMON, *_pool_option(target)]
         sources = _host_sources(kernels)
         key = _digest([_version(), target, compiler, *command, *sources])
 

@@ -37,15 +37,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         + ", ".join(compiling.GPU_TARGETS)
         + ". The others are compiled only when they are named.",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=tuple(tiles.FP8_POOLS),
+        metavar="TYPE",
+        help="for a service with an fp8 KV pool: %(choices)s. Default: a pool of the model's own type",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     settings = settings_of_environment()
-    targets = list(
-        dict.fromkeys(arguments.arch or compiling.visible_targets(config=settings.config) or compiling.GPU_TARGETS)
-    )
+    archs = arguments.arch or compiling.visible_targets(config=settings.config) or compiling.GPU_TARGETS
+    targets = [compiling.with_pool(arch, arguments.kv_cache_dtype) for arch in dict.fromkeys(archs)]
     reports = []
     for target in targets:
         report = examine(target, settings.cache_dir)
@@ -64,7 +69,7 @@ def examine(target: str, cache_dir: Path | None = None, kernels: Path = compilin
     """Compiles for one target. What is wrong with the result is in `findings`, a list of sentences."""
     report: dict[str, Any] = {"target": target, "kernels": [], "findings": []}
     try:
-        if target in compiling.HOST_TARGETS:
+        if compiling.parts_of(target)[0] in compiling.HOST_TARGETS:
             report["path"] = str(compiling.cached_binary(target, cache_dir, kernels))
             return report
         result = compiling.compile_cubin(target, kernels, cache_dir)
@@ -96,7 +101,7 @@ def dynamic_shared(target: str) -> dict[str, int | None]:
 
 def configuration(target: str) -> tiles.Configuration:
     """The one that a target's cubin holds."""
-    return tiles.CONFIGS["hopper" if target == compiling.HOPPER_TARGET else "portable"]
+    return tiles.CONFIGS["hopper" if compiling.parts_of(target)[0] == compiling.HOPPER_TARGET else "portable"]
 
 
 def judge(kernel: compiling.KernelResources, shared: int | None, limit: int) -> list[str]:

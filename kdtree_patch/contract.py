@@ -93,6 +93,7 @@ class Row:
 
 
 FLOATS: Final = ("bfloat16", "float16")
+FP8: Final = ("float8_e4m3fn", "float8_e5m2")
 INDICES: Final = ("int32", "int64")
 MASKS: Final = ("bool", "uint8")
 
@@ -100,7 +101,7 @@ TABLE: Final[tuple[Row, ...]] = (
     # The two methods that are wrapped. What else `__init__` takes does not matter: it is passed on.
     Row(BACKEND, "__init__", "wrapped: afterwards the instance gets its router"),
     Row(BACKEND, "forward_extend", "wrapped: only here the forward mode and the layer of an inner call are known"),
-    Row(INIT, "model_runner", "its tp_rank, for the log lines, and its server_args.enable_metrics, where it has them"),
+    Row(INIT, "model_runner", "kv_cache_dtype, tp_rank, for log lines, server_args.enable_metrics, where it has them"),
     Row(BACKEND, "init_forward_metadata", "wrapped: an eager step begins; what validation has found is fetched"),
     # Before a CUDA graph is captured or replayed SGLang prepares the metadata of its batch: through the first two, or
     # (from 0.5.13) through the third. They are wrapped because nothing else tells the host that a replay is coming.
@@ -155,8 +156,8 @@ TABLE: Final[tuple[Row, ...]] = (
     Row(INNER, "k_extend", "(tokens, 1, 576): the draft rows, not in kv_indices", dtypes=FLOATS),
     Row(INNER, "v_extend", "(tokens, 1, 512): not read, see `data`", dtypes=FLOATS),
     Row(INNER, "o_extend", "(tokens, heads, 512): written", dtypes=FLOATS),
-    Row(INNER, "k_buffer", "(slots, 1, 576): this layer's KV pool", dtypes=FLOATS),
-    Row(INNER, "v_buffer", "(slots, 1, 512): a view of the same rows, not read", dtypes=FLOATS),
+    Row(INNER, "k_buffer", "(slots, 1, 576): this layer's KV pool", dtypes=FLOATS + FP8),
+    Row(INNER, "v_buffer", "(slots, 1, 512): a view of the same rows, not read", dtypes=FLOATS + FP8),
     Row(INNER, "qo_indptr", "bs + 1 offsets of the requests' draft tokens", dtypes=INDICES),
     Row(INNER, "kv_indptr", "bs + 1 offsets into kv_indices: the prefixes, without the drafts", dtypes=INDICES),
     Row(INNER, "kv_indices", "the slots of the prefixes", dtypes=INDICES),
@@ -168,10 +169,11 @@ TABLE: Final[tuple[Row, ...]] = (
         "q_len, the new tokens of the longest request; a tensor in some warm-ups, then declined",
     ),
     Row(INNER, "sm_scale", "None or 0 mean 1 / sqrt(576), as in the stock function"),
-    # The inner call: what must be switched off, because the kernel does not do it.
+    # The inner call: what must be switched off, because the kernel does not do it. Scales must be with a pool of the
+    # queries' type; those of an fp8 pool are served.
     Row(INNER, "is_causal", "the draft part is causal or masked below the diagonal", True, True, "not_causal"),
-    Row(INNER, "k_scale", "descale of the prefix keys (from 0.5.10)", False, 1.0, "kv_scale"),
-    Row(INNER, "v_scale", "descale of the prefix values (from 0.5.10)", False, 1.0, "kv_scale"),
+    Row(INNER, "k_scale", "what the prefix's keys are multiplied by (from 0.5.10)", False, 1.0, "kv_scale"),
+    Row(INNER, "v_scale", "what the prefix's values are multiplied by (from 0.5.10)", False, 1.0, "kv_scale"),
     Row(INNER, "logit_cap", "tanh capping of the scores", False, 0.0, "logit_cap"),
     Row(INNER, "skip_prefix_custom_mask", "the prefix is visible to every draft token", False, True, "prefix_mask"),
     Row(INNER, "sliding_window_size", "a window over the prefix", False, -1, "sliding_window"),

@@ -48,6 +48,7 @@ class Bed:
     q_len: int
     max_context: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV pool
     device: str
     poison: bool
     release: tuple[int, ...]
@@ -57,6 +58,10 @@ class Bed:
     def slots(self) -> int:
         """Rows of the KV pool, the padding page 0 included."""
         return int(self.pool.kv_buffer[0].shape[0])
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """(slots, 1, 576), the pool of a layer. SGLang keeps fp8 as bytes."""
+        return self.pool.kv_buffer[layer].view(self.kv_dtype)
 
 
 @dataclass
@@ -87,8 +92,12 @@ def build(
     poison: bool = False,
     page_size: int = 1,
     around: Callable[[Any], AbstractContextManager[object]] = nullcontext,
+    kv_dtype: torch.dtype | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
 ) -> Bed:
-    """Builds a backend for up to `max_bs` requests of `max_context` tokens, drafts included.
+    """Builds a backend for up to `max_bs` requests of `max_context` tokens, drafts included. The scales are those of
+    every layer, for a pool of another type than `dtype`.
 
     The KV pool is filled with random normals. With `poison` it is filled with NaN instead, and `verify_batch` writes
     numbers only into the slots that a call may read, so that one stray read shows in the result. Of a pool with larger
@@ -109,6 +118,7 @@ def build(
         layers=layers,
         pool_slots=pool_slots,
         page_size=page_size,
+        kv_dtype=kv_dtype or dtype,
     )
 
     from sglang.srt.layers.attention import triton_backend
@@ -120,12 +130,17 @@ def build(
     generator = torch.Generator(device).manual_seed(seed)
     for buffer in pool.kv_buffer:
         if poison:
-            buffer.fill_(torch.nan)
+            poison_pool(buffer)
         else:
-            buffer.normal_(generator=generator)
+            numbers = torch.empty(buffer.shape, dtype=dtype, device=device).normal_(generator=generator)
+            buffer.copy_(as_stored(numbers, kv_dtype))
     attention = [
         RadixAttention(heads, ROW, scale, num_kv_heads=1, layer_id=index, v_head_dim=LATENT) for index in range(layers)
     ]
+    if k_scale is not None and v_scale is not None:
+        for layer in attention:  # as a checkpoint with scales leaves them
+            layer.k_scale, layer.v_scale = torch.tensor(k_scale, device=device), torch.tensor(v_scale, device=device)
+            layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
     return Bed(
         backend=backend,
         layers=attention,
@@ -136,6 +151,7 @@ def build(
         q_len=q_len,
         max_context=max_context,
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         device=device,
         poison=poison,
         release=release,
@@ -173,8 +189,8 @@ def verify_batch(bed: Bed, prefixes: Sequence[int], seed: int = 0, mask: str | t
     if bed.poison:
         readable = torch.cat(prefix_slots).to(bed.device)
         for buffer in bed.pool.kv_buffer:
-            buffer.fill_(torch.nan)
-            buffer[readable] = _normal((len(readable), 1, ROW), generator, bed)
+            poison_pool(buffer)
+            buffer[readable] = as_stored(_normal((len(readable), 1, ROW), generator, bed), bed.kv_dtype)
 
     custom_mask = _custom_mask(mask, prefixes, q_len, random.Random(seed))
     if custom_mask is not None:
@@ -250,6 +266,16 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator, bed: Bed) -> tor
     return torch.randn(shape, generator=generator).to(device=bed.device, dtype=bed.dtype)
 
 
+def as_stored(numbers: torch.Tensor, kv_dtype: torch.dtype | None) -> torch.Tensor:
+    """Numbers as a pool of that type keeps them: fp8 as bytes."""
+    return numbers if kv_dtype is None or kv_dtype.itemsize > 1 else numbers.to(kv_dtype).view(torch.uint8)
+
+
+def poison_pool(buffer: torch.Tensor) -> None:
+    """NaN everywhere; 0x7f is one of both fp8 types."""
+    buffer.fill_(torch.nan if buffer.is_floating_point() else 0x7F)
+
+
 def _custom_mask(mask: str | torch.Tensor, prefixes: list[int], q_len: int, rng: random.Random) -> torch.Tensor | None:
     if isinstance(mask, torch.Tensor) and mask.dim() == 1:
         return mask
@@ -292,6 +318,7 @@ def _runner_of_attributes(
     layers: int,
     pool_slots: int,
     page_size: int,
+    kv_dtype: torch.dtype,
 ) -> Any:
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.layers.attention import triton_backend
@@ -300,7 +327,7 @@ def _runner_of_attributes(
     # The tensor-parallel groups exist only in a running service.
     triton_backend.get_attention_tp_size = lambda: 1
     requests = ReqToTokenPool(size=max_bs, max_context_len=max_context, device=device, enable_memory_saver=False)
-    pool = _kv_pool(pool_slots, layers, dtype, device, page_size)
+    pool = _kv_pool(pool_slots, layers, kv_dtype, device, page_size)
     server_args = SimpleNamespace(
         speculative_num_draft_tokens=q_len,
         speculative_num_steps=3,
@@ -321,6 +348,7 @@ def _runner_of_attributes(
     )
     return SimpleNamespace(
         req_to_token_pool=requests,
+        kv_cache_dtype=kv_dtype,
         token_to_kv_pool=pool,
         token_to_kv_pool_allocator=SimpleNamespace(page_size=page_size),
         sliding_window_size=None,
@@ -384,6 +412,7 @@ def _runner_from_the_test_kit(
     layers: int,
     pool_slots: int,
     page_size: int,
+    kv_dtype: torch.dtype,
 ) -> Any:
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention as _  # noqa: F401  says: one rank
     from sglang.test.kits.attention_unittest.attention_methods import mla_attention as kit
@@ -402,7 +431,8 @@ def _runner_from_the_test_kit(
         qk_rope_head_dim=ROPE,
     )
     # The kit's own pool has one layer and a size of its choosing.
-    runner.token_to_kv_pool = _kv_pool(pool_slots, layers, dtype, device, page_size)
+    runner.token_to_kv_pool = _kv_pool(pool_slots, layers, kv_dtype, device, page_size)
+    runner.kv_cache_dtype = kv_dtype
     runner.init_kv_index_translator()
     return runner
 

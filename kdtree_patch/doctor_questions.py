@@ -71,7 +71,8 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
     _interpreter(found, command)
     by_plugin = _doors(found, command, environ)
     settings = _settings(found, environ)
-    gpus, targets = _gpus(found, settings, environ)
+    pool = service_options.fp8_pool(command) if command else None
+    gpus, targets = _gpus(found, settings, environ, pool)
     order = _order(targets, settings)
     with tempfile.TemporaryDirectory() as scratch:
         # SGLang 0.5.23 makes a directory in the cache of its user as it is imported.
@@ -80,7 +81,7 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
             _packages(found, packages.answer(), targets)
             release = _sglang(found, sglang.answer(), by_plugin)
     if compiles:
-        try_out(found, gpus, targets, settings)
+        try_out(found, gpus, targets, settings, pool)
     _options(found, command, release, settings)
     return found
 
@@ -300,9 +301,9 @@ def _as_written(value: object) -> str:
 
 
 def _gpus(
-    found: Findings, settings: Settings | None, environ: Mapping[str, str]
+    found: Findings, settings: Settings | None, environ: Mapping[str, str], pool: str | None
 ) -> tuple[list[nvml.Gpu], dict[int, str]]:
-    """Those that the service may use, and the target of each by its number."""
+    """Those that the service may use, and the target of each by its number. `pool`: the type of an fp8 KV pool."""
     group = "GPUs"
     config = settings.config if settings else "auto"
     try:
@@ -335,7 +336,7 @@ def _gpus(
             refused.append(compiling.refusal(name, gpu.capability, config)[1])
             found.add(group, f"GPU {gpu.index}", f"{about}; stock: {refused[-1]}")
         else:
-            targets[gpu.index] = target
+            targets[gpu.index] = target = compiling.with_pool(target, pool)
             chosen = compiling.own_config(gpu.capability) if config == "auto" else config
             rows = ", ".join(str(variant.rows) for variant in tiles.CONFIGS[chosen].variants)
             found.add(group, f"GPU {gpu.index}", f"{about}; {chosen} ({target}), row blocks of {rows}")
@@ -486,7 +487,13 @@ def answer_sglang(order: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ with --compile
 
 
-def try_out(found: Findings, gpus: list[nvml.Gpu], targets: Mapping[int, str], settings: Settings | None) -> None:
+def try_out(
+    found: Findings,
+    gpus: list[nvml.Gpu],
+    targets: Mapping[int, str],
+    settings: Settings | None,
+    pool: str | None = None,
+) -> None:
     """What a worker does at its start: compiles what is not cached, and runs the self-test where there is room."""
     group = "kernel"
     if settings is None or not targets:
@@ -505,7 +512,7 @@ def try_out(found: Findings, gpus: list[nvml.Gpu], targets: Mapping[int, str], s
         found.add(group, "self-test", f"left out: no GPU has {SELFTEST_BYTES >> 30} GiB free and lets it in")
         return
     gpu = max(roomy, key=lambda one: one.free_bytes or 0)
-    order = _order(targets, settings) | {"config": settings.config}
+    order = _order(targets, settings) | {"config": settings.config, "pool": pool}
     with _Child("answer_selftest", order, CUDA_VISIBLE_DEVICES=gpu.uuid or str(gpu.index)) as child:
         answer = child.answer()
     problem = answer.get("error", "")
@@ -523,7 +530,7 @@ def answer_selftest(order: dict[str, Any]) -> dict[str, Any]:
     from kdtree_patch import selftest_command
 
     cache_dir = None if order["cache_dir"] is None else Path(order["cache_dir"])
-    return selftest_command.examine("cuda", Settings(cache_dir=cache_dir, config=order["config"]))
+    return selftest_command.examine("cuda", Settings(cache_dir=cache_dir, config=order["config"]), order["pool"])
 
 
 # ------------------------------------------------------------------------------------------------- a process of its own

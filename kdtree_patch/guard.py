@@ -35,6 +35,19 @@ Tensors = Mapping[str, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
+class Pool:
+    """A layer's KV pool, and its scales."""
+
+    rows: torch.Tensor
+    k_scale: float
+    v_scale: float
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> Pool:
+        return cls(call["k_buffer"], call.get("k_scale", 1.0), call.get("v_scale", 1.0))
+
+
+@dataclass(frozen=True)
 class Call:
     """One verify call, as far as it outlives itself: what all layers of a step share, and the pools."""
 
@@ -44,7 +57,7 @@ class Call:
     q_len: int
     elements: int  # of the output
     scale: float
-    pools: dict[int, torch.Tensor] = field(default_factory=dict)
+    pools: dict[int, Pool] = field(default_factory=dict)
     replay: bool = False
 
     @classmethod
@@ -56,7 +69,7 @@ class Call:
             q_len=call["max_len_extend"],
             elements=call["o_extend"].numel(),
             scale=scale,
-            pools={layer: call["k_buffer"]},
+            pools={layer: Pool.of(call)},
             replay=replay,
         )
 
@@ -111,12 +124,16 @@ def save(folder: Path, call: Call, tensors: Tensors, facts: Mapping[str, object]
     size = sum(_bytes(value) for value in [*inputs.values(), *results.values()])
     if size > MAX_BYTES:
         return {"dump": "none", "dump_error": f"{size} bytes are more than the {MAX_BYTES} that a file may have"}
-    pool = call.pools[call.layer]
+    layer = call.pools[call.layer]
+    inputs |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    pool = layer.rows
     if ends[-1] > slots.numel() or size + ends[-1] * pool[0].numel() * pool.element_size() > MAX_BYTES:
         left_out.append("kv_pool")
         inputs["kv_pool"] = None
     else:
-        inputs["kv_pool"] = pool[slots.long()]
+        # Not every torch can take rows of fp8.
+        rows = pool.view(torch.uint8)[slots.long()] if pool.itemsize == 1 else pool[slots.long()]
+        inputs["kv_pool"] = rows.view(pool.dtype)
         inputs["kv_indices"] = torch.arange(ends[-1], dtype=slots.dtype)
     content = {
         "inputs": {name: _on_the_host(value) for name, value in inputs.items()},

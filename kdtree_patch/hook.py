@@ -20,6 +20,7 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from kdtree_patch import __version__, contract, log, metrics
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.route import Kernel, VerifyRouter
 from kdtree_patch.settings import Settings
+from kdtree_patch.validate import FP8_STOCK_REL
 
 if TYPE_CHECKING:
     from kdtree_patch.compile import CompileJob
@@ -43,9 +45,16 @@ MARK: Final = "_self_kdtree_patch"
 # On an instance: its router. On the instance rather than in a table of ours, so that the two live and die together.
 ROUTER: Final = "_kdtree_router"
 
+TIGHT_GUARD: Final = (
+    "KDTREE_GUARD_REL=%g will trip: with an fp8 KV pool the stock kernel itself rounds queries and weights to fp8, and "
+    "is up to %g off; set it higher"
+)
+
+FP8_TYPES: Final = frozenset(getattr(torch, name) for name in contract.FP8)
+
 Method = Callable[..., Any]
 Wrapper = Callable[[Method, Any, tuple[Any, ...], dict[str, Any]], Any]
-LoadKernel = Callable[[torch.device, Settings, "CompileJob | None"], Kernel]
+LoadKernel = Callable[[torch.device, Settings, "CompileJob | None", "torch.dtype | None"], Kernel]
 
 
 class Declined(Exception):
@@ -71,7 +80,7 @@ class Worker:
         self.ledger = Ledger()
         self._job = job
         self._load = load
-        self._kernels: dict[torch.device, Kernel | Declined] = {}
+        self._kernels: dict[tuple[torch.device, torch.dtype | None], Kernel | Declined] = {}
         self._installed = False
         self._metered = False
         self._spoken = False
@@ -86,7 +95,7 @@ class Worker:
             if ROUTER in vars(backend):
                 return
             check_worth_it(backend, self.settings.forward_modes)
-            kernel = self.kernel_on(backend.req_to_token.device)
+            kernel = self.kernel_on(backend.req_to_token.device, fp8_pool(runner))
             rank = tp_rank(runner)
             if not self._metered:
                 self._metered = True
@@ -98,6 +107,8 @@ class Worker:
             # The stock function is wrapped like this too: torch.compile must not look inside.
             routed = torch.compiler.disable(router.__call__)
             if not self._installed:
+                if kernel.pool is not None and (self.settings.guard_rel or math.inf) < FP8_STOCK_REL:
+                    log.get_logger().warning(TIGHT_GUARD, self.settings.guard_rel, FP8_STOCK_REL)
                 log.installed(**facts)
                 self._installed = self._spoken = True
             setattr(backend, ROUTER, router)
@@ -109,14 +120,16 @@ class Worker:
                 raise
             self._say(Declined("hook_failed", f"{type(error).__name__}: {error}"))
 
-    def kernel_on(self, device: torch.device) -> Kernel:
-        """The kernel on a device, loaded once. A failure is remembered too: draft backends must not each try again."""
-        if device not in self._kernels:
+    def kernel_on(self, device: torch.device, pool: torch.dtype | None) -> Kernel:
+        """The kernel on a device for a KV pool, see `fp8_pool`, loaded once. A failure is remembered too: draft
+        backends must not each try again.
+        """
+        if (device, pool) not in self._kernels:
             try:
-                self._kernels[device] = self._load(device, self.settings, self._job)
+                self._kernels[device, pool] = self._load(device, self.settings, self._job, pool)
             except Declined as declined:
-                self._kernels[device] = declined
-        kernel = self._kernels[device]
+                self._kernels[device, pool] = declined
+        kernel = self._kernels[device, pool]
         if isinstance(kernel, Declined):
             raise kernel
         return kernel
@@ -322,7 +335,17 @@ def check_worth_it(backend: Any, modes: frozenset[str]) -> None:
         raise Declined("draft_only", "this backend only decodes drafts", quiet=True)
 
 
-def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None) -> Kernel:
+def fp8_pool(runner: Any) -> torch.dtype | None:
+    """The type of the KV pool that the backend will be given, if it is one of fp8. The pool itself may not be there
+    yet; the model runner has settled its type before it constructs a backend.
+    """
+    dtype = getattr(runner, "kv_cache_dtype", None)
+    return dtype if dtype in FP8_TYPES else None
+
+
+def load_kernel(
+    device: torch.device, settings: Settings, job: CompileJob | None, pool: torch.dtype | None = None
+) -> Kernel:
     """The real kernel. Imported here because it brings numpy and cupy along, which a stock service has no use for."""
     if device.type not in ("cuda", "cpu"):
         raise Declined("device", f"there is no kernel for {device.type} devices")
@@ -333,7 +356,7 @@ def load_kernel(device: torch.device, settings: Settings, job: CompileJob | None
     except BaseException as error:  # a module may call sys.exit() while it is imported
         raise Declined("package_broken", f"{type(error).__name__}: {error}") from error
     try:
-        kernel = VerifyKernel.load(device, settings.cache_dir, job, settings.config)
+        kernel = VerifyKernel.load(device, settings.cache_dir, job, settings.config, pool)
     except KernelUnavailable as error:
         raise Declined(error.reason, str(error)) from error
     except ImportError as error:

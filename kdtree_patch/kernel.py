@@ -11,6 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 LOG2_E = 1.4426950408889634
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+FP8_POOLS = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 # `VerifyParams` of kernels/verify_attn_flash.cu, field by field. Strides are in bytes.
 PARAMS = np.dtype(
@@ -37,6 +39,7 @@ PARAMS = np.dtype(
         *((name, np.int32) for name in ("bs", "heads", "row_blocks", "rows_per_block", "workers", "wide_indices")),
         ("scale_log2e", np.float32),
         ("fragment_warps", np.int32),
+        *((name, np.float32) for name in ("prefix_scale_log2e", "v_scale", "draft_lift")),
     ],
     align=True,
 )
@@ -70,6 +73,8 @@ class VerifyKernel:
     The workspace (two partial results a worker: 165 KB together, 22 MB on 132 multiprocessors, and in the Hopper
     configuration 296 KB and 39 MB) is allocated once; its size does not depend on the batch. Calls on one device share
     it, so they must be ordered on one stream, as SGLang's forward passes are.
+
+    `pool` is the type of an fp8 KV pool, and None for one of the queries' type: a binary has one of them.
     """
 
     def __init__(
@@ -79,8 +84,10 @@ class VerifyKernel:
         workers: int,
         target: str,
         config: tiles.Configuration = tiles.CONFIGS["portable"],
+        pool: torch.dtype | None = None,
     ):
         self.device = device
+        self.pool = pool
         self.target = target
         self.workers = workers
         self.config = config
@@ -100,27 +107,31 @@ class VerifyKernel:
         cache_dir: Path | None = None,
         job: CompileJob | None = None,
         config: str = "auto",
+        pool: torch.dtype | None = None,
     ) -> VerifyKernel:
         """Loads the kernel for a device: from the cache, from a compilation that is under way, or by compiling it now.
 
         `config` is a name of `tiles.CONFIGS`, of which only compute capability 9.0 has hopper, or auto: the one made
-        for the device, portable on a CPU. Raises KernelUnavailable. Must not be called under CUDA graph capture: it
-        loads a module and allocates the workspace.
+        for the device, portable on a CPU; `pool` a key of FP8_POOLS, or None. Raises KernelUnavailable. Must not be
+        called under CUDA graph capture: it loads a module and allocates the workspace.
         """
+        fp8 = None if pool is None else FP8_POOLS[pool]
         try:
             if device.type == "cpu":
-                library = compiling.cached_binary("host", cache_dir)
+                target = compiling.with_pool("host", fp8)
+                library = compiling.cached_binary(target, cache_dir)
                 chosen = tiles.CONFIGS["portable" if config == "auto" else config]
-                return cls(device, host_launcher(library), HOST_WORKERS, "host", chosen)
+                return cls(device, host_launcher(library), HOST_WORKERS, target, chosen, pool)
             properties = torch.cuda.get_device_properties(device)
             capability = (properties.major, properties.minor)
-            target = compiling.cubin_target(capability, config)
-            if target is None:
+            arch = compiling.cubin_target(capability, config)
+            if arch is None:
                 raise KernelUnavailable(*compiling.refusal(properties.name, capability, config))
+            target = compiling.with_pool(arch, fp8)
             chosen = tiles.CONFIGS[compiling.own_config(capability) if config == "auto" else config]
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
             launcher = gpu_launcher(cubin, device, chosen, cache_dir)
-            return cls(device, launcher, properties.multi_processor_count, target, chosen)
+            return cls(device, launcher, properties.multi_processor_count, target, chosen, pool)
         except compiling.CompileError as error:
             raise KernelUnavailable(error.reason, str(error)) from error
 
@@ -141,14 +152,18 @@ class VerifyKernel:
         mask_indptr: torch.Tensor | None,
         q_len: int,
         scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Writes out (tokens, heads, 512) on the current stream. Does not synchronise, allocate or read a tensor on the
         host.
 
-        q (tokens, heads, 576), k_extend (tokens, 1, 576), kv_pool (slots, 1, 576) and out are all bf16 or all fp16,
-        16-byte aligned, with unit stride in the last dimension. qo_indptr and kv_indptr (bs + 1), kv_indices and
-        mask_indptr (bs + 1) are int32 or int64. custom_mask holds q_len * (prefix + q_len) bool or uint8 a request, or
-        is None: then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a request.
+        q (tokens, heads, 576), k_extend (tokens, 1, 576), kv_pool (slots, 1, 576) and out are all bf16 or all fp16, but
+        for an fp8 kv_pool, whose keys are multiplied by k_scale and values by v_scale (both above 0; no other pool has
+        scales). Rows are 16-byte aligned, with unit stride in the last dimension. qo_indptr and kv_indptr (bs + 1),
+        kv_indices and mask_indptr (bs + 1) are int32 or int64. custom_mask holds q_len * (prefix + q_len) bool or uint8
+        a request, or is None: then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a
+        request.
         """
         heads = q.shape[1]
         cut = self.config.cut_rows(q_len, heads)
@@ -173,7 +188,7 @@ class VerifyKernel:
             q.stride(0) * size,
             q.stride(1) * size,
             k_extend.stride(0) * size,
-            kv_pool.stride(0) * size,
+            kv_pool.stride(0) * kv_pool.element_size(),
             out.stride(0) * size,
             out.stride(1) * size,
             bs,
@@ -187,6 +202,9 @@ class VerifyKernel:
             + 8 * (mask_indptr is not None and mask_indptr.dtype == wide),
             scale * LOG2_E,
             plan.fragment_warps,
+            scale * LOG2_E * k_scale,
+            v_scale,
+            -log2(v_scale),
         )
         # Two engines of one process may call from two threads, and there is one record.
         with self._one_at_a_time:

@@ -28,6 +28,7 @@ ABOUT: Final[dict[str, tuple[str, ...]]] = {
     "mask_dtype": ("custom_mask",),
     "index_dtype": ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr"),
     "scale": ("sm_scale",),
+    "kv_scale": ("k_buffer", "k_scale", "v_scale"),
     "too_many_tiles": ("q_extend", "qo_indptr", "kv_indices", "max_len_extend"),
     "device": (
         *("q_extend", "k_extend", "o_extend", "k_buffer"),
@@ -62,6 +63,11 @@ def _layouts(values: Sequence[Any]) -> object:
     return each, values[0].data_ptr() == values[-1].data_ptr()
 
 
+def _pool_and_scales(values: Sequence[Any]) -> object:
+    pool, *scales = values
+    return pool.dtype, [scale if type(scale) in (int, float) else type(scale) for scale in scales]
+
+
 _SHAPE: Final = attrgetter("shape")
 # What is nowhere here is not remembered: arguments of a kind that nobody foresaw are decided call by call.
 _FACTS: Final[dict[str, Facts]] = {
@@ -70,6 +76,7 @@ _FACTS: Final[dict[str, Facts]] = {
     **dict.fromkeys(("q_len", "too_many_tiles"), _shapes_and_length),
     **dict.fromkeys(("max_len_unknown", "scale"), _types),
     "index_dtype": _with_or_without("dtype"),
+    "kv_scale": _pool_and_scales,
     "device": _with_or_without("device"),
     "layout": _layouts,
 }

@@ -2,7 +2,8 @@
 
 Logical columns of a request are its prefix, read from the KV pool through `kv_indices`, then its drafts, which are not
 in the pool as far as attention is concerned. A mask row is therefore prefix + q_len wide, for each request its own
-width. K is the whole row of 576 columns, V its first 512.
+width. K is the whole row of 576 columns, V its first 512. With an fp8 pool, K and V of the prefix are multiplied by a
+scale each, those of the drafts are not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def attention(
     custom_mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The output (tokens, heads, 512) in float64, computed where the tensors are.
 
@@ -32,15 +35,16 @@ def attention(
     out = torch.zeros(tokens, heads, LATENT, dtype=torch.float64, device=q.device)
     q64, k64, v64 = (x.detach().double() for x in (q, k, v))
     pool = kv_pool.detach().view(-1, width)
+    stored = pool.view(torch.uint8) if pool.itemsize == 1 else pool  # not every torch can take rows of fp8
     queries, keys, slots = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
     for request in range(len(queries) - 1):
         rows = slice(queries[request], queries[request + 1])
         if rows.start == rows.stop:
             continue
-        prefix = pool[slots[keys[request] : keys[request + 1]]].double()
+        prefix = stored[slots[keys[request] : keys[request + 1]]].view(pool.dtype).double()
         q_len, columns = rows.stop - rows.start, len(prefix) + rows.stop - rows.start
-        row_k = torch.cat([prefix, k64[rows, 0]])
-        row_v = torch.cat([prefix[:, :LATENT], v64[rows, 0]])
+        row_k = torch.cat([prefix * k_scale, k64[rows, 0]])
+        row_v = torch.cat([prefix[:, :LATENT] * v_scale, v64[rows, 0]])
         if custom_mask is None:
             visible = torch.ones(q_len, columns, dtype=torch.bool, device=q.device).tril(len(prefix))
         else:

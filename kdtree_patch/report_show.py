@@ -141,7 +141,7 @@ def _layers(report: Report) -> Table:
     rows = []
     for layer, of_layer in sorted(cells.items()):
         worst = max(of_layer, key=lambda one: (one.cell.not_finite, one.cell.top))
-        bad = any(one.cell.not_finite or one.cell.top > report_judge.LIMIT for one in of_layer)
+        bad = any(one.cell.not_finite or one.cell.top > one.limit for one in of_layer)
         where = report.names.rank(worst.log, worst.rank.number)
         rows.append((f"L{layer}", *_figures([one.cell for one in of_layer]), ("! " if bad else "") + where))
     return "layers, over all ranks", ("layer", *_FIGURES, "worst in"), rows
@@ -207,7 +207,7 @@ def _events(report: Report) -> Table:
 
 def document(report: Report) -> dict[str, Any]:
     """All of it, as printed with --json. A figure that does not exist is null."""
-    thresholds = ("LIMIT", "ROUNDING", "NEAR_ONE", "OUTLIER", "GROWTH")
+    thresholds = ("LIMIT", "ROUNDING", "FP8_LIMIT", "NEAR_ONE", "OUTLIER", "GROWTH")
     return {
         "good": not report.findings,
         "verdict": report.verdict,
@@ -319,7 +319,8 @@ def draw(report: Report) -> Figure:
                 points.setdefault(bs, []).append((max(prefix, 1), spread.median))
     for index, (bs, some) in enumerate(sorted(points.items())):
         right.plot(*zip(*sorted(some), strict=True), "o", color=f"C{index}", label=f"bs {bs}")
-    right.axhline(report_judge.LIMIT, color="grey", linestyle="--", label=f"limit {report_judge.LIMIT:g}")
+    limit = max(one.limit for one in everything)
+    right.axhline(limit, color="grey", linestyle="--", label=f"limit {limit:g}")
     right.grid(True, which="major", alpha=0.3)
     right.set_xscale("log", base=2)
     right.set_yscale("log")

@@ -34,7 +34,10 @@ from kdtree_patch.tiles import CONFIGS, HEAD_DIM, LATENT, MAX_HEADS, MAX_Q_LEN, 
 _FLOATS: Final = frozenset(getattr(torch, name) for name in contract.FLOATS)
 _INDICES: Final = frozenset(getattr(torch, name) for name in contract.INDICES)
 _MASKS: Final = frozenset(getattr(torch, name) for name in contract.MASKS)
-_NEUTRAL: Final = tuple((row.name, row.neutral, row.reason) for row in contract.switches())
+_SCALES: Final = ("k_scale", "v_scale")
+_NEUTRAL: Final = tuple((row.name, row.neutral, row.reason) for row in contract.switches() if row.name not in _SCALES)
+# Of the scales of an fp8 pool. Beyond them, weights that still count would vanish in fp16.
+_LEAST_SCALE, _MOST_SCALE = 2.0**-14, 2.0**14
 # The tensors that every layer of a step shares, and those that each layer brings.
 _STEP_TENSORS: Final = itemgetter("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")
 _LAYER_TENSORS: Final = itemgetter("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer")
@@ -55,6 +58,7 @@ class Kernel(Protocol):
     """What the router needs of `kdtree_patch.kernel.VerifyKernel`."""
 
     device: torch.device
+    pool: torch.dtype | None  # of the KV pool if it is an fp8 type; None: the queries' type
 
     def launch(
         self,
@@ -69,6 +73,8 @@ class Kernel(Protocol):
         mask_indptr: torch.Tensor | None,
         q_len: int,
         scale: float,
+        k_scale: float,
+        v_scale: float,
     ) -> None: ...
 
 
@@ -98,7 +104,7 @@ class LastServed:
         flat = (offsets, kv_offsets, indices) if mask is None else (offsets, kv_offsets, indices, mask, mask_offsets)
         return (
             # A tensor here would be compared element by element, so only its type is.
-            *(q_len if type(q_len) is int else type(q_len), type(scale)),
+            *(q_len if type(q_len) is int else type(q_len), type(scale), *kinds_of_scales(call)),
             *(q.shape, q.stride(), q.dtype, q.device),
             *(k.shape, k.stride(), k.dtype, k.device),
             *(v.shape, v.dtype),
@@ -185,7 +191,7 @@ class VerifyRouter:
             reason = switched_on(call)
             if reason is None:
                 known = served.resembles(call)
-                reason = None if known else decide(call, self.kernel.device, ragged)
+                reason = None if known else decide(call, self.kernel.device, self.kernel.pool, ragged)
                 if not known and reason is None:
                     served.remember(call)
         except Exception:
@@ -240,6 +246,7 @@ class VerifyRouter:
                 None if mask is None else call["mask_indptr"],
                 call["max_len_extend"],
                 scale,
+                *(call.get(name, 1.0) for name in _SCALES),
             )
         except Exception as error:
             if is_fatal(error):
@@ -330,6 +337,7 @@ class VerifyRouter:
             longest_prefix(batch if verify else None, call["kv_indptr"], bs, self._capturing()),
             scale_of(call),
             None if mask is None else tuple(mask.shape),
+            "" if self.kernel.pool is None else f" kv_dtype={str(self.kernel.pool).removeprefix('torch.')}",
             "" if verify else f" mode={self.mode}",
         )
 
@@ -361,16 +369,19 @@ def _is_on(call: Mapping[str, Any], name: str, neutral: object) -> bool:
     return value is not neutral and not contract.is_neutral(value, neutral)
 
 
-def decide(call: Mapping[str, Any], device: torch.device, ragged: bool = False) -> str | None:
-    """The reason code to decline a call whose switches are all off, or None to serve it on `device`.
+def decide(
+    call: Mapping[str, Any], device: torch.device, fp8: torch.dtype | None = None, ragged: bool = False
+) -> str | None:
+    """The reason code to decline a call whose switches are all off, or None to serve it on `device`, with a kernel for
+    a pool of the type `fp8`, or of the queries' type.
 
     All requests of a verify call have as many draft tokens, and then `tokens == bs * q_len` says so. Those of an extend
     call (`ragged`) have different numbers, which only the device knows. The kernel reads them there, and asks for
     what the stock kernel asks for too: no request has more than q_len, and all of them lie within the tokens of q.
     What lies beyond them, padding, neither kernel writes.
 
-    What a service is most likely to have wrong for good comes first: an fp8 pool costs each of its calls as little as
-    can be.
+    What a service is most likely to have wrong for good comes first: a pool of another type costs each of its calls as
+    little as can be.
     """
     q, k, v, out, pool, v_pool = _LAYER_TENSORS(call)
     offsets, kv_offsets, indices, mask, mask_offsets = _STEP_TENSORS(call)
@@ -378,8 +389,10 @@ def decide(call: Mapping[str, Any], device: torch.device, ragged: bool = False) 
     dtype = q.dtype
     if dtype not in _FLOATS or not dtype == k.dtype == v.dtype == out.dtype:
         return "dtype"
-    if not dtype == pool.dtype == v_pool.dtype:
+    if not (fp8 or dtype) == pool.dtype == v_pool.dtype:
         return "kv_dtype"
+    if not set(kinds_of_scales(call)) <= ({"usable", "neutral"} if fp8 else {"neutral"}):
+        return "kv_scale"
     if q.shape[0] == 0 or offsets.shape[0] < 2:
         return "empty_batch"
     # Shapes: those of MLA with absorbed weights. One KV head, the latent and then the rope part; V is the latent part.
@@ -453,9 +466,24 @@ def ill_laid(call: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
-    """Rows of two-byte elements that each begin at a multiple of 16 bytes and have no gaps."""
+    """Rows that each begin at a multiple of 16 bytes and have no gaps."""
     *outer, last = tensor.stride()
-    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % 8 for stride in outer)
+    elements = 16 // tensor.element_size()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % elements for stride in outer)
+
+
+def kinds_of_scales(call: Mapping[str, Any]) -> list[str]:
+    """Of k_scale and v_scale, which 0.5.9 does not have: neutral, usable with an fp8 pool, or neither. A tensor is
+    neither, since nobody may read it here; SGLang passes numbers.
+    """
+    kinds = []
+    for name in _SCALES:
+        value = call.get(name, 1.0)
+        if type(value) not in (float, int):
+            kinds.append("unknown")
+        else:
+            kinds.append("neutral" if value == 1 else "usable" if _LEAST_SCALE <= value <= _MOST_SCALE else "unknown")
+    return kinds
 
 
 def scale_of(call: Mapping[str, Any]) -> float:

@@ -20,6 +20,8 @@ from kdtree_patch.reference import attention, rel
 from kdtree_patch.tiles import HEAD_DIM, LATENT
 
 SCALE: Final = 0.14468
+# Of an fp8 pool, and two that are no powers of two.
+FP8_SCALES: Final = (0.3, 0.7)
 # Of rel to float64, twice what rounding costs. Every mistake that we know of costs fifty times as much.
 LIMITS: Final = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -28,6 +30,7 @@ class Launches(Protocol):
     """What is tested: `kdtree_patch.kernel.VerifyKernel`."""
 
     device: torch.device
+    pool: torch.dtype | None
 
     def launch(self, *arguments: Any) -> None: ...
 
@@ -63,10 +66,12 @@ CASES: Final = (
 
 
 def run(kernel: Launches) -> Iterator[Result]:
-    """Launches each case with each element type on the kernel's device, and waits for it."""
+    """Launches each case with each element type on the kernel's device, with the KV pool that the kernel is for, and
+    waits for it.
+    """
     for dtype in LIMITS:
         for number, case in enumerate(CASES):
-            arguments = make(case, dtype, seed=number)
+            arguments = make(case, dtype, seed=number, fp8=kernel.pool)
             on_device = [
                 value.to(kernel.device) if isinstance(value, torch.Tensor) else value for value in arguments.values()
             ]
@@ -77,11 +82,14 @@ def run(kernel: Launches) -> Iterator[Result]:
             right = attention(k=k, v=k[..., :LATENT], **inputs)
             shape = f"prefixes={','.join(map(str, case.prefixes))} q_len={case.q_len} heads={case.heads}"
             kind = str(dtype).removeprefix("torch.")
+            if kernel.pool is not None:
+                kind += f" pool={str(kernel.pool).removeprefix('torch.')}"
             yield Result(f"{kind} {shape} {'tree' if case.mask else 'chain'}", rel(out, right), LIMITS[dtype])
 
 
-def make(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+def make(case: Case, dtype: torch.dtype, seed: int, fp8: torch.dtype | None = None) -> dict[str, Any]:
     """The arguments of `VerifyKernel.launch` by name and in order, on the CPU; the output is full of NaN."""
+    k_scale, v_scale = (1.0, 1.0) if fp8 is None else FP8_SCALES
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     bs, q_len, total = len(case.prefixes), case.q_len, sum(case.prefixes)
     tokens = bs * q_len
@@ -101,7 +109,7 @@ def make(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
         q=normal(tokens, case.heads, HEAD_DIM),
         k_extend=normal(tokens, 1, HEAD_DIM),
         out=torch.full((tokens, case.heads, LATENT), torch.nan, dtype=dtype),
-        kv_pool=pool,
+        kv_pool=pool if fp8 is None else (pool / k_scale).to(fp8),
         qo_indptr=(torch.arange(bs + 1) * q_len).to(case.indices),
         kv_indptr=torch.tensor([0, *case.prefixes]).cumsum(0).to(case.indices),
         kv_indices=slots.to(case.indices),
@@ -109,6 +117,8 @@ def make(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
         mask_indptr=lengths.cumsum(0) if case.mask else None,
         q_len=q_len,
         scale=SCALE,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

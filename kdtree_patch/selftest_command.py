@@ -11,6 +11,7 @@ from typing import Any
 
 from kdtree_patch.arguments import settings_of_environment
 from kdtree_patch.settings import Settings
+from kdtree_patch.tiles import FP8_POOLS
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,6 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DEVICE",
         help="cuda, cuda:N, or cpu for the same source compiled by g++; default: %(default)s",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=tuple(FP8_POOLS),
+        metavar="TYPE",
+        help="the kernel for an fp8 KV pool: %(choices)s. Default: that for a pool of the model's own type",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=run)
 
@@ -40,7 +47,7 @@ def device_name(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = settings_of_environment()
-    found = examine(arguments.device, settings)
+    found = examine(arguments.device, settings, arguments.kv_cache_dtype)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
@@ -51,13 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found["good"] else 1
 
 
-def examine(name: str, settings: Settings) -> dict[str, Any]:
-    """The results and the verdict, as printed with --json; `seconds` without loading the kernel."""
+def examine(name: str, settings: Settings, pool: str | None = None) -> dict[str, Any]:
+    """The results and the verdict, as printed with --json; `seconds` without loading the kernel. `pool`: the type of an
+    fp8 KV pool.
+    """
     found: dict[str, Any] = {"good": False, "device": name, "target": None, "seconds": 0.0, "results": [], "error": ""}
     try:
         import torch
 
         from kdtree_patch import selftest
+        from kdtree_patch.kernel import FP8_POOLS as TYPES
         from kdtree_patch.kernel import VerifyKernel
     except ImportError as error:
         return found | {"error": f"{error}: run it with the service's interpreter"}
@@ -67,7 +77,8 @@ def examine(name: str, settings: Settings) -> dict[str, Any]:
             if not torch.cuda.is_available():
                 return found | {"error": "torch sees no NVIDIA GPU here; --device cpu tests the CPU build"}
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        kernel = VerifyKernel.load(device, settings.cache_dir, config=settings.config)
+        fp8 = next((dtype for dtype, word in TYPES.items() if word == pool), None)
+        kernel = VerifyKernel.load(device, settings.cache_dir, config=settings.config, pool=fp8)
         found["target"] = kernel.target
         if device.type == "cuda":
             found["device"] = torch.cuda.get_device_name(device)

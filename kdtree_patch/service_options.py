@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kdtree_patch.service_command import Command, Refused
-from kdtree_patch.tiles import LATENT, MAX_HEADS, MAX_Q_LEN, ROPE
+from kdtree_patch.tiles import FP8_POOLS, LATENT, MAX_HEADS, MAX_Q_LEN, ROPE
 
 ATTENTION = ("--attention-backend",)
 PREFILL = ("--prefill-attention-backend",)
 DECODE = ("--decode-attention-backend",)
 SPECULATIVE = ("--speculative-algorithm",)
+KV_POOL = ("--kv-cache-dtype",)
 TENSOR_PARALLEL = ("--tensor-parallel-size", "--tp-size")
 DATA_PARALLEL = ("--data-parallel-size", "--dp-size")
 
@@ -88,6 +89,14 @@ def verify_backend(command: Command) -> str | None:
     return own or command.option(*ATTENTION)
 
 
+def fp8_pool(command: Command) -> str | None:
+    """The fp8 type that the options give the KV pool, a name of `tiles.FP8_POOLS`; None where they give it another one,
+    or leave it to the checkpoint.
+    """
+    pool = command.option(*KV_POOL)
+    return pool if pool in FP8_POOLS else None
+
+
 def judge(command: Command, sglang: str | None = None, model: Model | None = None) -> list[Judgement]:
     """Everything in the options for which verify calls are not served, or of which that cannot be told; empty if they
     are served. `sglang`: its version.
@@ -132,13 +141,13 @@ def _of(command: Command) -> Iterator[Judgement]:
 
 
 def _of_types(command: Command) -> Iterator[Judgement]:
-    dtype, pool = command.option("--dtype") or "auto", command.option("--kv-cache-dtype") or "auto"
+    dtype, pool = command.option("--dtype") or "auto", command.option(*KV_POOL) or "auto"
     if dtype in ("float", "float32"):
         yield Judgement(STOCK, "dtype", f"--dtype {dtype}: bf16 and fp16 are served")
     elif pool in ("bf16", "bfloat16") and dtype in ("half", "float16"):
         yield Judgement(STOCK, "kv_dtype", f"--kv-cache-dtype {pool} with --dtype {dtype}: both must be the same type")
-    if pool not in ("auto", "bf16", "bfloat16"):
-        why = f"--kv-cache-dtype {pool}: a pool of the model's own type is served, bf16 or fp16"
+    if pool not in ("auto", "bf16", "bfloat16", *FP8_POOLS):
+        why = f"--kv-cache-dtype {pool}: a pool of the model's own type is served, bf16 or fp16, or one of fp8"
         yield Judgement(STOCK, "kv_dtype", why)
 
 
@@ -164,8 +173,8 @@ def _of_model(command: Command, model: Model | None) -> Iterator[Judgement]:
     if (model.latent, model.rope) != (LATENT, ROPE):
         shape = "no latent attention" if model.latent is None else f"latent {model.latent} and rope {model.rope}"
         yield Judgement(STOCK, "not_mla", f"the model has {shape}: MLA with {LATENT} and {ROPE} is served")
-    if model.quantizes_kv and (command.option("--kv-cache-dtype") or "auto") == "auto":
-        why = "the checkpoint says how to quantize the KV cache, and --kv-cache-dtype auto may follow it; fp8 is stock"
+    if model.quantizes_kv and (command.option(*KV_POOL) or "auto") == "auto":
+        why = "the checkpoint says how to quantize the KV cache, and --kv-cache-dtype auto may follow it: fp8 is served"
         yield Judgement(UNKNOWN, "kv_dtype", why)
     heads = heads_a_rank(command, model)
     if heads is not None and heads > MAX_HEADS:

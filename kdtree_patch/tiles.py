@@ -17,6 +17,8 @@ MAX_Q_LEN = 512
 MAX_HEADS = 128
 MAX_TILES = 2**30  # of a call: the kernel counts them in 32 bits
 ELEMENTS = ("bf16", "fp16")
+# KV pools of another type than the queries', as SGLang's --kv-cache-dtype names them -> `Pool` in the CUDA source.
+FP8_POOLS = {"fp8_e4m3": "E4m3", "fp8_e5m2": "E5m2"}
 COMBINE_THREADS = 256
 _SCHEDULE_BYTES = 24
 

@@ -3,7 +3,7 @@
 //
 // Four warpgroups, each of which has another part of a tile's way:
 //
-//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time
+//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time; of an fp8 pool, also unpacks it
 //   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory, three chunks at a time as they land; softmax; P^T over
 //                      the rope columns, which nobody needs any more
 //   value warpgroups   O^T (256 x rows each) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
@@ -164,6 +164,8 @@ constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
 // theirs take turns, and a part becomes free as early as can be.
 __device__ __forceinline__ constexpr int nth_chunk(int i) { return i == kRopeChunk ? i : i / 2 + i % 2 * kValueChunks; }
 constexpr int kMbarriers = 4 * kParts + 2;
+// Of an fp8 pool: a round is of two chunks, 128 fp8, of which each of eight threads copies 16. The last is the rope chunk alone.
+constexpr int kPackedRounds = (kChunks + 1) / 2;
 // A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
 constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
 static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
@@ -388,7 +390,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   // mask. Each lane of a warp reads what one of its 16 keys and every other draft token are; lane j keeps the answers of two tokens, one
   // bit a key.
   __device__ __forceinline__ void load_visible(int tile, unsigned (&visible)[2]) const {
-    constexpr int kAtOnce = 5;  // pairs of tokens
+    constexpr int kAtOnce = Pool::is_fp8 ? 3 : 5;  // pairs of tokens; an fp8 pool leaves fewer registers for it
     const int heads = fresh(p.heads);
     const Target& t = Base::s_target();
     const int row_base = t.row_base, rows = t.rows;
@@ -506,14 +508,17 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     pass_hand_over();
   }
 
-  // The sums are those of the rounded values, as the product is.
-  __device__ __forceinline__ void add_probabilities() {
+  // Whether this thread's first or second key of a tile is none of the prefix.
+  __device__ __forceinline__ bool is_draft(int tile, int k) const { return tile * kTileKeys + warp * 16 + group + k * 8 >= request.prefix; }
+
+  // P of a tile to the sums: of the rounded values, as the product is.
+  __device__ __forceinline__ void add_probabilities(int tile) {
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         const float2 rounded = unpack2<Element>(r_prob[n][k]);
-        r_sum[n * 2] += rounded.x, r_sum[n * 2 + 1] += rounded.y;
+        r_sum[n * 2] += counted(p, rounded.x, is_draft(tile, k)), r_sum[n * 2 + 1] += counted(p, rounded.y, is_draft(tile, k));
       }
   }
 
@@ -524,7 +529,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     if (masked) load_visible(tile, visible);
     float r_score[ROW_TILES][4];
     start_score_product(stage, first, r_score);
-    add_probabilities();
+    add_probabilities(tile - 1);
     float r_highest[kThreadRows];  // running maxima, log2
     const float* const s_highest = Base::s_highest() + fresh(quad * 2);
 #pragma unroll
@@ -544,7 +549,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     unsigned risen = 0;         // no bool with ||: each comparison would wait for the one before
 #pragma unroll
     for (int i = 0; i < kThreadRows; i++) {
-      r_tile[i] = fmaxf(r_score[i / 2][i % 2] * p.scale_log2e, r_score[i / 2][2 + i % 2] * p.scale_log2e);
+      r_tile[i] = fmaxf(scaled(p, r_score[i / 2][i % 2], is_draft(tile, 0)), scaled(p, r_score[i / 2][2 + i % 2], is_draft(tile, 1)));
       risen |= r_tile[i] > r_highest[i];
     }
     // With the vote, all warps are done with the rope chunk. exp2 takes the scores as they were before the multiplication: one instruction.
@@ -554,8 +559,8 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        r_prob[n][k] = pack2<Element>(exp2_approx(fmaf(r_score[n][k * 2], p.scale_log2e, -r_highest[n * 2])),
-                                      exp2_approx(fmaf(r_score[n][k * 2 + 1], p.scale_log2e, -r_highest[n * 2 + 1])));
+        r_prob[n][k] = pack2<Element>(exp2_approx(scaled_above(p, r_score[n][k * 2], is_draft(tile, k), r_highest[n * 2])),
+                                      exp2_approx(scaled_above(p, r_score[n][k * 2 + 1], is_draft(tile, k), r_highest[n * 2 + 1])));
       }
     Base::wait_until_taken();
     unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
@@ -569,9 +574,9 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   }
 
   // The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the statistics go to combine.
-  __device__ __forceinline__ void finish_piece() {
+  __device__ __forceinline__ void finish_piece(int last_tile) {
     const int slot = Base::s_target().partial_slot;
-    add_probabilities();
+    add_probabilities(last_tile);
     Base::wait_until_taken();
     float* const s_spare = (float*)(shared + G::kOffsetSpare);
     auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
@@ -582,7 +587,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     if (thread < G::kRows) {
       const float sum = exchange(0)[thread] + exchange(1)[thread] + (exchange(2)[thread] + exchange(3)[thread]);
       if (slot < 0) {
-        Base::s_factor()[thread] = sum == 0.f ? 0.f : 1.f / sum;
+        Base::s_factor()[thread] = output_factor(p, sum);
       } else {
         p.partial_stats[(long long)slot * G::kRows + thread] = make_float2(Base::s_highest()[thread], sum);
       }
@@ -607,7 +612,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
             Target{piece.item.number, request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
       barrier_sync(barrier, kWarpgroup);
       for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, tile == piece.first);
-      finish_piece();
+      finish_piece(piece.last - 1);
     }
     Base::wait_until_taken();
     hand_over(kStop);
@@ -751,7 +756,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
 // ---------------------------------------------------------------------------------------------------------------------------- the copies
 
 // One warpgroup: tiles into shared memory.
-template <int ROW_TILES>
+template <class Element, int ROW_TILES>
 struct CopyWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
   using Base::p, Base::shared, Base::thread, Base::request;
@@ -793,19 +798,80 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     }
     const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
     const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
+    auto copy = [&](int chunk, int i) {
+      const bool exists = Pool::is_fp8 ? tile * kTileKeys + copied_key(i) < columns : existing >> i & 1;
+      cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128, exists ? 16 : 0);
+    };
+    if constexpr (Pool::is_fp8) {
 #pragma unroll
-    for (int nth = 0; nth < kChunks; nth++) {
-      const int chunk = nth_chunk(nth);
-      if (nth % kPartChunks == 0)
-        mbarrier_wait(Base::free(stage, nth / kPartChunks), (tiles >> 1) - 1 & 1);  // the first two are free, as in wait_until_taken
+      for (int round = 0; round < kPackedRounds; round++) {
+        if (round == 0 || part_of(round) != part_of(round - 1)) wait_until_free(stage, part_of(round));
+#pragma unroll
+        for (int i = 0; i < kThreadKeys; i++) {
+          if (!is_packed(tile, i)) {
+            copy(nth_chunk(round * 2), i);
+            if (round * 2 + 1 < kChunks) copy(nth_chunk(round * 2 + 1), i);
+          } else if (has_packed(round)) {
+            cp_async_16(shared_address(shared) + packed_offset(stage, round) + i * kRound * 128, source[i] + packed_source(round), 16);
+          }
+        }
+        cp_async_commit();
+      }
+      load_slots(tile + 1);
+      unpack_rounds<0>(tile, stage);
+    } else {
+#pragma unroll
+      for (int nth = 0; nth < kChunks; nth++) {
+        if (nth % kPartChunks == 0) wait_until_free(stage, nth / kPartChunks);
+#pragma unroll
+        for (int i = 0; i < kThreadKeys; i++) copy(nth_chunk(nth), i);
+        if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, nth / kPartChunks));
+      }
+      load_slots(tile + 1);
+    }
+    tiles++;
+  }
+
+  // The first two tiles find their stages free, as in wait_until_taken.
+  __device__ __forceinline__ void wait_until_free(int stage, int part) const {
+    mbarrier_wait(Base::free(stage, part), (tiles >> 1) - 1 & 1);
+  }
+
+  // Packed keys, of an fp8 pool. A round is of two chunks, of which this thread has 16 numbers of each of its keys; of the rope chunk,
+  // which is alone, half of the threads have some.
+  __device__ __forceinline__ bool is_packed(int tile, int i) const { return tile * kTileKeys + copied_key(i) < request.prefix; }
+  __device__ __forceinline__ bool has_packed(int round) const { return round < kPackedRounds - 1 || packed_line(thread & 7) == 0; }
+  // Of the first key's.
+  __device__ __forceinline__ int packed_offset(int stage, int round) const {
+    const int number = fresh(thread), unit = number & 7, offset = chunk_offset(number >> 3, packed_unit(unit));
+    const int chunk = nth_chunk(round * 2) + packed_line(unit) * kValueChunks;  // nth_chunk(round * 2 + packed_line(unit))
+    return offset + (round == kPackedRounds - 1 ? G::rope(stage) : G::stage(stage) + chunk * kChunkBytes);
+  }
+  // From where `source` is, at this thread's unit of the first two chunks.
+  __device__ __forceinline__ int packed_source(int round) const {
+    return nth_chunk(round * 2) * 64 + packed_line(fresh(thread) & 7) * (kValueChunks - 1) * 64;
+  }
+  // The part that the last of a round's chunks is of.
+  __device__ __forceinline__ static constexpr int part_of(int round) { return min(round * 2 + 1, kChunks - 1) / kPartChunks; }
+
+  // Unpacks what this thread has copied, round after round as they land, and says so when a part is complete.
+  template <int ROUND>
+  __device__ __forceinline__ void unpack_rounds(int tile, int stage) const {
+    cp_async_wait<kPackedRounds - 1 - ROUND>();
+    if (has_packed(ROUND)) {
+      const int offset = packed_offset(stage, ROUND);
 #pragma unroll
       for (int i = 0; i < kThreadKeys; i++)
-        cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128,
-                    existing >> i & 1 ? 16 : 0);
-      if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, nth / kPartChunks));
+        if (is_packed(tile, i))
+          unpack_in_place<Element>(shared + offset + i * kRound * 128, shared + (offset ^ 16) + i * kRound * 128, thread & 7);
     }
-    load_slots(tile + 1);
-    tiles++;
+    constexpr int kPartsBefore = ROUND * 2 / kPartChunks;
+    constexpr int kPartsNow = ROUND == kPackedRounds - 1 ? kParts : (ROUND + 1) * 2 / kPartChunks;
+    if constexpr (kPartsNow > kPartsBefore) {
+      fence_proxy_async();
+      mbarrier_arrive(Base::full(stage, kPartsBefore));
+    }
+    if constexpr (ROUND + 1 < kPackedRounds) unpack_rounds<ROUND + 1>(tile, stage);
   }
 
   __device__ __forceinline__ void run() {
@@ -847,7 +913,7 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 3) {
     set_max_registers_down<kCopyRegisters>();
-    CopyWarpgroup<ROW_TILES>(p, hopper_shared).run();
+    CopyWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
   } else if (warpgroup == 0) {  // keeps the registers that it has
     ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
   } else {

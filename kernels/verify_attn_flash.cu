@@ -30,6 +30,21 @@ struct Fp16 {
   static constexpr bool is_bf16 = false;
 };
 
+// What the KV pool holds, -DKDTREE_POOL=...: numbers of the queries' type, or one of the two types of fp8.
+struct AsQueries {
+  static constexpr bool is_fp8 = false, is_e4m3 = false;
+};
+struct E4m3 {
+  static constexpr bool is_fp8 = true, is_e4m3 = true;  // 4 bits of exponent, no infinity, NaN is all ones
+};
+struct E5m2 {
+  static constexpr bool is_fp8 = true, is_e4m3 = false;  // the upper half of an fp16
+};
+#ifndef KDTREE_POOL
+#define KDTREE_POOL AsQueries
+#endif
+using Pool = KDTREE_POOL;
+
 #ifdef KDTREE_HOST
 #include "host/device.h"
 #else
@@ -121,6 +136,24 @@ __device__ __forceinline__ unsigned short to_bits(float x) {
   return (unsigned short)(pack2<Element>(x, 0.f) & 0xffffu);
 }
 
+// The products of two pairs of fp16, rounded.
+__device__ __forceinline__ unsigned multiply_fp16x2(unsigned a, unsigned b) {
+  unsigned product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// From PTX 7.8 on, for sm_89 from 8.1 on (CUDA 12.1).
+#if __CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ == 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201)
+#define KDTREE_CONVERTS_FP8
+// Two e4m3 to fp16.
+__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short pair) {
+  unsigned converted;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(converted) : "h"(pair));
+  return converted;
+}
+#endif
+
 // The next kernel of the stream may come to the GPU before this one has ended, if it was launched so; it waits there until this one has.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -153,13 +186,75 @@ static_assert(kKSteps == kLines && kKSteps % 3 == 0,
               "every third step of the score product starts the copy of three lines of the next tile");
 constexpr float kNothingSeen = -3e38f;  // the running maximum before any column; exp2(-inf - kNothingSeen) is 0, not NaN
 
+// ------------------------------------------------------------------------------------------------------------------------- an fp8 pool
+//
+// A key of the pool has 576 bytes then. They are copied as they are, each 16 of them into a place of the 32 that they become: so the thread
+// that has copied them converts them, and no barrier is needed between. The products see keys of the queries' type, as ever. All numbers of
+// both fp8 types are numbers of bf16 and of fp16, so nothing is rounded.
+//
+// The pool's keys are to be multiplied by k_scale and its values by v_scale, those of the draft tokens by nothing. So scores of the prefix
+// have a scale of their own; and as everything is multiplied by v_scale in the end, the weights of drafts are to be divided by it: their
+// scores are lifted by -log2(v_scale), maxima are of what is lifted, and the sums take it back.
+
+// Where in two lines of a tile a thread puts the 16 fp8 that are its `unit` (0..7): one of the two 16-byte units that they become, so
+// chosen that eight threads reach all banks.
+__device__ __forceinline__ int packed_line(int unit) { return unit >> 2; }
+__device__ __forceinline__ int packed_unit(int unit) { return (unit & 3) * 2 + packed_line(unit); }
+
+// Four fp8 to fp16: the first two, the last two.
+__device__ __forceinline__ void fp8x4_to_fp16(unsigned packed, unsigned (&pair)[2]) {
+  if constexpr (!Pool::is_e4m3) {
+    pair[0] = (packed & 0xffu) << 8 | (packed & 0xff00u) << 16, pair[1] = (packed >> 8 & 0xff00u) | (packed & 0xff000000u);
+  } else {
+#ifdef KDTREE_CONVERTS_FP8
+    pair[0] = e4m3x2_to_fp16x2((unsigned short)packed), pair[1] = e4m3x2_to_fp16x2((unsigned short)(packed >> 16));
+#else
+    // Exponent and mantissa go to where an fp16 has them, subnormal or not, and 2^8 makes up for the exponents' biases. Of a NaN, all ones,
+    // the carry also sets what is the highest bit of the exponent.
+    const unsigned sign = packed & 0x80808080u, rest = packed ^ sign, size = rest | ((rest + 0x01010101u) & 0x80808080u);
+    pair[0] = multiply_fp16x2((sign & 0x80u) << 8 | (sign & 0x8000u) << 16 | (size & 0xffu) << 7 | (size & 0xff00u) << 15, 0x5c005c00u);
+    pair[1] =
+        multiply_fp16x2((sign >> 8 & 0x8000u) | (sign & 0x80000000u) | (size >> 9 & 0x7f80u) | (size & 0xff000000u) >> 1, 0x5c005c00u);
+#endif
+  }
+}
+
+// Eight fp8 to the queries' type.
+template <class Element>
+__device__ __forceinline__ uint4 unpack_fp8(unsigned first, unsigned second) {
+  unsigned r[4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    unsigned pair[2];
+    fp8x4_to_fp16(i == 0 ? first : second, pair);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      r[i * 2 + k] = pair[k];
+      if constexpr (Element::is_bf16) {
+        const float2 exact = unpack2<Fp16>(pair[k]);
+        r[i * 2 + k] = pack2<Element>(exact.x, exact.y);
+      }
+    }
+  }
+  return make_uint4(r[0], r[1], r[2], r[3]);
+}
+
+// What this thread has copied to `place` as its `unit`, to the queries' type, over it.
+template <class Element>
+__device__ __forceinline__ void unpack_in_place(unsigned char* place, unsigned char* other_place, int unit) {
+  const uint4 packed = *(const uint4*)place;
+  const bool second = packed_line(unit);  // which half of the 32 bytes lies where the packed ones did
+  *(uint4*)place = unpack_fp8<Element>(second ? packed.z : packed.x, second ? packed.w : packed.y);
+  *(uint4*)other_place = unpack_fp8<Element>(second ? packed.x : packed.z, second ? packed.y : packed.w);
+}
+
 // -------------------------------------------------------------------------------------------------------------------------- parameters
 
 // Everything one call needs, passed by value; kdtree_patch/kernel.py has the same layout. Strides are in bytes.
 struct VerifyParams {
   const unsigned char* q;            // (tokens, heads, 576)
   const unsigned char* k_extend;     // (tokens, 576): the keys of the draft tokens
-  const unsigned char* kv_pool;      // (slots, 576)
+  const unsigned char* kv_pool;      // (slots, 576), see Pool
   unsigned char* out;                // (tokens, heads, 512)
   const void* qo_indptr;             // (bs + 1): first draft token of each request
   const void* kv_indptr;             // (bs + 1): where each request's prefix starts in kv_indices
@@ -178,6 +273,8 @@ struct VerifyParams {
   int wide_indices;                // bit 0: qo_indptr is 64-bit, 1: kv_indptr, 2: kv_indices, 3: mask_indptr; else 32-bit
   float scale_log2e;               // scale * log2(e): scores are kept in log2 units
   int fragment_warps;              // warps of combine that share a fragment: 1 or 8
+  float prefix_scale_log2e;        // of an fp8 pool: the same times k_scale, for the prefix
+  float v_scale, draft_lift;       // of an fp8 pool: v_scale and -log2(v_scale)
 };
 
 enum WideIndex { kWideQo = 1, kWideKvPtr = 2, kWideKvIdx = 4, kWideMask = 8 };
@@ -476,6 +573,29 @@ __device__ __forceinline__ void announce(const VerifyParams& p, const Piece& pie
   p.cut_items[cut_item_row(p, number, worker)] = make_int4(number, worker, worker + more_workers, 0);
 }
 
+// A score in log2 units, lifted.
+__device__ __forceinline__ float scaled(const VerifyParams& p, float score, bool is_draft) {
+  if constexpr (!Pool::is_fp8) return score * p.scale_log2e;
+  return is_draft ? score * p.scale_log2e + p.draft_lift : score * p.prefix_scale_log2e;
+}
+
+// The same, less the maximum: one instruction, of a pool of the queries' type.
+__device__ __forceinline__ float scaled_above(const VerifyParams& p, float score, bool is_draft, float highest) {
+  if constexpr (!Pool::is_fp8) return fmaf(score, p.scale_log2e, -highest);
+  return scaled(p, score, is_draft) - highest;
+}
+
+// A weight as it counts in the sum of its row.
+__device__ __forceinline__ float counted(const VerifyParams& p, float weight, bool is_draft) {
+  if constexpr (!Pool::is_fp8) return weight;
+  return weight * (is_draft ? p.v_scale : 1.f);
+}
+
+// What a row of the output is multiplied by in the end.
+__device__ __forceinline__ float output_factor(const VerifyParams& p, float sum) {
+  return sum == 0.f ? 0.f : (Pool::is_fp8 ? p.v_scale : 1.f) / sum;
+}
+
 // Where a row of the output goes.
 __device__ __forceinline__ unsigned short* output_row(const VerifyParams& p, long long q_start, int row) {
   const int token = quotient(row, p.heads);
@@ -571,13 +691,45 @@ struct VerifyBlock {
     r_slot = load_slot(p, request, tile * kTileKeys + (int)(threadIdx.x >> 3), r_slot);
   }
 
-  // A copy of rows into shared memory that each thread takes part in with one 16-byte unit of each of nine lines.
+  // A copy of rows into shared memory that each thread takes part in with one 16-byte unit of each of nine lines; or, of a packed row, of
+  // every two of them.
   struct RowCopy {
     const unsigned char* source;
     unsigned target;
     int bytes;
-    __device__ __forceinline__ void start_line(int line) const { cp_async_16(target + line * 128, source + line * 128, bytes); }
+    bool packed;
+    __device__ __forceinline__ void start_line(int line) const {
+      if (!Pool::is_fp8 || !packed) {
+        cp_async_16(target + line * 128, source + line * 128, bytes);
+      } else if (line % 2 == 0 && has_packed(line)) {
+        cp_async_16(target + line * 128, source + line * 64, 16);
+      }
+    }
   };
+
+  // Whether a thread has a part of a packed row in this line and the next: all but the last have a next one.
+  __device__ __forceinline__ static bool has_packed(int line) { return line + 1 < kLines || packed_line(threadIdx.x & 7) == 0; }
+
+  // Whether this thread's key of a tile is a packed one.
+  __device__ __forceinline__ bool is_packed(int tile) const {
+    return Pool::is_fp8 && tile * kTileKeys + (int)(threadIdx.x >> 3) < request.prefix;
+  }
+
+  // The byte in a stage where this thread's part of a packed key is in the first two lines.
+  __device__ __forceinline__ static int packed_offset() {
+    const int unit = threadIdx.x & 7;
+    return tile_offset(threadIdx.x >> 3, packed_line(unit) * 8 + packed_unit(unit));
+  }
+
+  // The fp8 of a tile that this thread has copied, to the queries' type.
+  __device__ __forceinline__ void unpack_tile(int tile, int stage) const {
+    if (!is_packed(tile)) return;
+    unsigned char* const packed = shared + stage * kTileBytes + packed_offset();
+    unsigned char* const other = shared + stage * kTileBytes + (packed_offset() ^ 16);
+#pragma unroll
+    for (int line = 0; line < kLines; line += 2)
+      if (has_packed(line)) unpack_in_place<Element>(packed + line * 128, other + line * 128, threadIdx.x & 7);
+  }
 
   // A tile of keys into a stage: prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.
   __device__ __forceinline__ RowCopy plan_tile(int tile, int stage) const {
@@ -590,8 +742,8 @@ struct VerifyBlock {
     }
     source += unit * 16;
     keep_in_register(source);  // one address and nine offsets
-    const unsigned target = shared_address(shared + stage * kTileBytes) + tile_offset(key, unit);
-    return RowCopy{source, target, column < columns ? 16 : 0};
+    const unsigned target = shared_address(shared + stage * kTileBytes) + (is_packed(tile) ? packed_offset() : tile_offset(key, unit));
+    return RowCopy{source, target, column < columns ? 16 : 0, is_packed(tile)};
   }
 
   // The queries of the row block, as a tile is laid out. Rows that do not exist are zero.
@@ -602,7 +754,7 @@ struct VerifyBlock {
       const unsigned char* source =
           p.q + (long long)(request.q_start + token) * p.q_token_stride + (existing - token * p.heads) * p.q_head_stride;
       const unsigned target = shared_address(shared + G::kOffsetQueries) + tile_offset(row, unit);
-      const RowCopy copy{source + unit * 16, target, row < rows ? 16 : 0};
+      const RowCopy copy{source + unit * 16, target, row < rows ? 16 : 0, false};
 #pragma unroll
       for (int line = 0; line < kLines; line++) copy.start_line(line);
     }
@@ -703,9 +855,9 @@ struct VerifyBlock {
   // Scores, in log2 units, to probabilities, P = exp2(score - running maximum), in shared memory. The maximum is exact at every tile: the
   // largest weight of a row is then 1 and carries no rounding error, which a reference that lags behind would add to every row. The row
   // sums are taken of the rounded values, as the product is. load_values() is called while the scores are on their way. Each warp leaves
-  // word of the row tiles in which the maximum of its row has risen.
+  // word of the row tiles in which the maximum of its row has risen. `is_draft`: this lane's key is none of the prefix.
   template <class LoadValues>
-  __device__ __forceinline__ void softmax(unsigned visible, LoadValues load_values) {
+  __device__ __forceinline__ void softmax(unsigned visible, bool is_draft, LoadValues load_values) {
     const float* const s_score = (const float*)(shared + G::kOffsetExchange) + exchange_slot(0, lane >> 4, 0, lane & 7, warp >> 1) * 4 +
                                  (lane >> 3 & 1) * 2 + ((warp ^ lane >> 4) & 1);
     float r_score[G::kWarpRows], before[G::kWarpRows], highest[G::kWarpRows];
@@ -714,7 +866,7 @@ struct VerifyBlock {
       float part[kQuarters];
 #pragma unroll
       for (int k = 0; k < kQuarters; k++) part[k] = s_score[(k * 2 * ROW_TILES + i) * 128];
-      r_score[i] = ((part[0] + part[1]) + (part[2] + part[3])) * p.scale_log2e;
+      r_score[i] = scaled(p, (part[0] + part[1]) + (part[2] + part[3]), is_draft);
       before[i] = s_rows[finished_row(i)].y;
     }
     load_values();
@@ -734,7 +886,7 @@ struct VerifyBlock {
       prob[i] = to_bits<Element>(exp2_approx(r_score[i] - highest[i]));
       const float factor = exp2_approx(before[i] - highest[i]);
       risen |= (unsigned)(highest[i] > before[i]) << i;
-      r_sum[i] = r_sum[i] * factor + unpack2<Element>(prob[i]).x;
+      r_sum[i] = r_sum[i] * factor + counted(p, unpack2<Element>(prob[i]).x, is_draft);
       if (lane == 0) s_rows[finished_row(i)] = make_float2(factor, highest[i]);
     }
     unsigned char* const s_prob = shared + G::kOffsetProb + finished_row(0) * G::kProbStride + lane * 2;
@@ -801,6 +953,7 @@ struct VerifyBlock {
     const unsigned tile_address = shared_address(shared + stage * kTileBytes);
     const unsigned visible = visible_rows(tile);  // read while the tile is still on its way
     cp_async_wait<0>();
+    if constexpr (Pool::is_fp8) unpack_tile(tile, stage);
     // The tile is complete, and nobody reads the other stage, P or the exchange area any more: neither tiles nor the queries.
     __syncthreads();
     const bool has_next = tile + 1 < last;
@@ -812,7 +965,7 @@ struct VerifyBlock {
       send_scores(r_part);
     }
     unsigned r_value[kDimTiles][4];
-    softmax(visible, [&] {
+    softmax(visible, tile * kTileKeys + lane >= request.prefix, [&] {
 #pragma unroll
       for (int i = 0; i < kDimTiles; i++) load_value(tile_address, 0, i, r_value[i]);
     });
@@ -863,7 +1016,7 @@ struct VerifyBlock {
       for (int e = 0; e < 2; e++) {
         const int row = n * 8 + quad * 2 + e;
         if (row >= rows) continue;
-        const float sum = s_sum[row], factor = sum == 0.f ? 0.f : 1.f / sum;
+        const float factor = output_factor(p, s_sum[row]);
         unsigned short* target = output_row(p, request.q_start, row_base + row) + warp * 64 + group;
 #pragma unroll
         for (int i = 0; i < kDimTiles; i++) {
@@ -995,7 +1148,7 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
     }
 #pragma unroll
     for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane == 0) s_inverse[warp] = sum == 0.f ? 0.f : 1.f / sum;
+    if (lane == 0) s_inverse[warp] = output_factor(p, sum);
   }
   __syncthreads();
   auto weight = [&](int split) { return split < splits ? *(const float2*)&s_weight[split * 8 + quad * 2] : make_float2(0.f, 0.f); };

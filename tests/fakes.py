@@ -60,6 +60,8 @@ class Stock:
                 call["custom_mask"],
                 call["mask_indptr"],
                 scale or q.shape[-1] ** -0.5,
+                call.get("k_scale", 1.0),
+                call.get("v_scale", 1.0),
             )
         )
         return self.answer
@@ -68,8 +70,15 @@ class Stock:
 class FakeKernel:
     """`kdtree_patch.route.Kernel` in torch."""
 
-    def __init__(self, mark: float = 0.0, error: Exception | None = None, device: str = "cpu"):
+    def __init__(
+        self,
+        mark: float = 0.0,
+        error: Exception | None = None,
+        device: str = "cpu",
+        pool: torch.dtype | None = None,
+    ):
         self.device = torch.device(device)
+        self.pool = pool
         self.target = "host"
         self.config = CONFIGS["portable"]
         self.mark = mark
@@ -78,14 +87,15 @@ class FakeKernel:
 
     def launch(
         self, q: Any, k_extend: Any, out: Any, kv_pool: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any,
-        custom_mask: Any, mask_indptr: Any, q_len: int, scale: float,
+        custom_mask: Any, mask_indptr: Any, q_len: int, scale: float, k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
         if self.error is not None:
             raise self.error
         v = k_extend[..., :512]
         right = attention(
-            q, k_extend, v, kv_pool, qo_indptr, kv_indptr, kv_indices, custom_mask, mask_indptr, scale
+            q, k_extend, v, kv_pool, qo_indptr, kv_indptr, kv_indices, custom_mask, mask_indptr, scale, k_scale, v_scale
         )  # fmt: skip
         out.copy_(right + self.mark)
 
@@ -111,8 +121,8 @@ def arguments(case: Case, **changes: Any) -> dict[str, Any]:
         "is_causal": True,
         "mask_indptr": case.mask_indptr,
         "max_len_extend": case.q_len,
-        "k_scale": 1.0,
-        "v_scale": 1.0,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
         "sm_scale": case.scale,
         "logit_cap": 0.0,
         "sliding_window_size": -1,

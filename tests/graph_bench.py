@@ -36,6 +36,7 @@ class Faulty:
 
     def __init__(self, kernel: Kernel, rows: slice):
         self.device = kernel.device
+        self.pool = kernel.pool
         self.amount = torch.zeros((), dtype=torch.float16, device=kernel.device)
         self._kernel = kernel
         self._rows = rows

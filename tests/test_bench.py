@@ -301,7 +301,7 @@ class Machine:
         host = bench_host.measure_host(bench_host.kernel_without_gpu(), None, steps=1)
         monkeypatch.setattr(bench_host, "measure_host", lambda kernel, stock: host)
 
-    def load(self, config: str = "auto") -> Any:
+    def load(self, config: str = "auto", pool: str | None = None) -> Any:
         return SimpleNamespace(config=SimpleNamespace(name=self.own if config == "auto" else config))
 
     def measure(
@@ -516,8 +516,9 @@ def test_flashinfer_gets_prefix_and_drafts_at_page_size_one(monkeypatch: pytest.
 
 def test_configuration_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(bench_measure.VerifyKernel, "load", lambda device, config: config)
-    assert [bench_measure.load_kernel("hopper"), bench_measure.load_kernel()] == ["hopper", "auto"]
+    monkeypatch.setattr(bench_measure.VerifyKernel, "load", lambda device, config, pool: (config, pool))
+    assert bench_measure.load_kernel("hopper", "fp8_e5m2") == ("hopper", torch.float8_e5m2)
+    assert bench_measure.load_kernel() == ("auto", None)
 
 
 # ------------------------------------------------------------------------------------------------------------ host time
@@ -566,3 +567,37 @@ def test_host_time_goes_through_hook_and_kernel() -> None:
     kernel._launcher = lambda steps, params: launched.append(steps)
     bench_host.measure_host(kernel, None, steps=1)
     assert len(launched) == 3 * 2 * bench_host.LAYERS
+
+
+@pytest.mark.parametrize("pool", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_pool_is_measured_against_what_it_holds(monkeypatch: pytest.MonkeyPatch, pool: torch.dtype) -> None:
+    """Right, the bytes that are its own, and no peer, which were given bf16."""
+    monkeypatch.setattr(bench_measure, "warm_us", lambda run: 1.0)
+    monkeypatch.setattr(bench_measure, "cold_us", lambda run: 1.0)
+    shape, ceilings = Shape(2, 3, 4, 400), {"copy_tb_s": 1e-6, "mma_sync_tflops": 1e3}
+    rivals = bench_measure.Rivals(None, print)
+    rivals._peers = {"peer": lambda *arguments: pytest.fail("a peer was asked")}  # type: ignore[dict-item]
+    (row,) = bench_measure.measure_shape(shape, [FakeKernel(pool=pool)], rivals, ceilings)
+    assert row["rel"] < 0.002 and row["peers"] == {}
+    assert row["kv_dtype"] == str(pool).removeprefix("torch.")
+    assert row["floor_us"] == moved_bytes(shape, row["kv_dtype"]) < 0.6 * moved_bytes(shape)
+
+
+def test_a_prediction_for_an_fp8_pool(command: Command, tmp_path: Path) -> None:
+    """Where the bytes bind it is quicker, and nowhere slower."""
+    rows = {}
+    for pool in ((), ("--kv-cache-dtype", "fp8_e4m3")):
+        words = ("--predict", *pool, "--shapes", "64,1,8,8192", "16,9,8,16384", "--json", tmp_path / "p.json")
+        assert command(*words)[0] == 0
+        rows[pool] = json.loads((tmp_path / "p.json").read_text())["rows"]
+    plain, fp8 = rows.values()
+    assert {row["kv_dtype"] for row in fp8} == {"float8_e4m3fn"}
+    gains = [one["predicted_us"] / other["predicted_us"] for one, other in zip(plain, fp8, strict=True)]
+    assert min(gains) >= 1.0 and max(gains) > 1.7
+
+
+@pytest.mark.parametrize("mode", ["--host", "--from"])
+def test_an_fp8_pool_is_refused_where_it_means_nothing(command: Command, mode: str) -> None:
+    words = [mode] if mode == "--host" else [mode, str(bench.REFERENCE_RUN)]
+    status, _, error = command(*words, "--kv-cache-dtype", "fp8_e4m3")
+    assert status == 2 and "--kv-cache-dtype do not go together" in error

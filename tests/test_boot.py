@@ -509,3 +509,27 @@ def test_only_a_worker_with_gpus_compiles_ahead(
     if compiles:
         assert FakeJob.made[0].started and FakeJob.made[0].targets == targets
         assert FakeJob.made[0].cache_dir == Path("/cache")
+
+
+@pytest.mark.parametrize(
+    ("words", "pool"),
+    [
+        ("", None),
+        ("--kv-cache-dtype fp8_e4m3", "fp8_e4m3"),
+        ("--kv-cache-dtype=fp8_e5m2", "fp8_e5m2"),
+        ("--kv-cache-dtype fp8_e4m3 --kv-cache-dtype=auto", None),
+        ("--kv-cache-dtype fp4_e2m1", None),
+        ("--kv-cache-dtype", None),
+    ],
+)
+def test_the_pool_that_the_service_was_started_with_is_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, words: str, pool: str | None
+) -> None:
+    """A spawned process has the words of the first one."""
+    FakeJob.made.clear()
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    monkeypatch.setattr(compiling, "visible_targets", lambda config: ["sm_120", "sm_89"])
+    monkeypatch.setattr(compiling, "CompileJob", FakeJob)
+    monkeypatch.setattr("sys.argv", ["launch_server.py", *words.split(), "--tp", "8"])
+    boot.start_compiling(Settings())
+    assert FakeJob.made[0].targets == [compiling.with_pool(target, pool) for target in ("sm_120", "sm_89")]

@@ -882,3 +882,32 @@ def test_wrong_usage(small_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     with pytest.raises(NotDone, match="KDTREE_MODE='maybe' is not understood; .*: allowed are on, shadow, off"):
         command("--arch", "sm_80")
+
+
+@pytest.mark.parametrize("target", [*compiling.NVRTC_TARGETS, *compiling.HOST_TARGETS])
+def test_an_fp8_pool_is_part_of_a_target(target: str) -> None:
+    assert compiling.parts_of(target) == (target, None) and compiling.with_pool(target, None) == target
+    for pool in tiles.FP8_POOLS:
+        assert compiling.parts_of(compiling.with_pool(target, pool)) == (target, pool)
+
+
+def test_each_pool_has_a_binary_of_its_own(tmp_path: Path, host_kernels: Path) -> None:
+    """Compiled with its option, and never taken for another one's."""
+    (host_kernels / "host" / "launch.cpp").write_text(
+        "enum { AsQueries, E4m3, E5m2 };\n#ifndef KDTREE_POOL\n#define KDTREE_POOL AsQueries\n#endif\n"
+        'extern "C" int answer() { return KDTREE_POOL; }\n'
+    )
+    targets = [compiling.with_pool("host", pool) for pool in (None, *tiles.FP8_POOLS)]
+    paths = [cached_binary(target, tmp_path / "cache", host_kernels) for target in targets]
+    assert [ctypes.CDLL(str(path)).answer() for path in paths] == [0, 1, 2]
+
+
+def test_command_compiles_for_an_fp8_pool(small_kernels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--arch", "sm_120", "--kv-cache-dtype", "fp8_e5m2", "--json") == 0
+    (report,) = json.loads(capsys.readouterr().out)["targets"]
+    assert report["target"] == "sm_120-fp8_e5m2" and report["path"].endswith(".cubin")
+
+
+def test_no_other_type_is_an_fp8_pool(small_kernels: Path) -> None:
+    with pytest.raises(SystemExit):
+        command("--arch", "sm_120", "--kv-cache-dtype", "fp4_e2m1")

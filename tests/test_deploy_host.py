@@ -418,6 +418,16 @@ def test_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing to confirm" in confirm(monkeypatch, mode="off")[0]
 
 
+def test_with_an_fp8_pool_stock_itself_is_further_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = f"{INSTALLED} target=sm_120-fp8_e4m3"
+    assert "validation: 1 layer lines, largest rel 1.40e-01" in confirm(
+        monkeypatch, fp8, fp8, SHAPES, LAYER.format(0, "1.4e-01")
+    )
+    for kernel, rel in ((fp8, "1.0e+00"), (fp8, "nan"), (f"{INSTALLED} target=sm_120", "1.4e-01")):
+        with pytest.raises(service.Failed, match="rel is above"):
+            confirm(monkeypatch, kernel, kernel, SHAPES, LAYER.format(0, rel))
+
+
 def test_layers_that_come_late_are_waited_for_and_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (INSTALLED, INSTALLED, SHAPES)
     said = confirm(monkeypatch, *lines, validates=True, late=LAYER.format(0, "1.9e-03"))
@@ -639,10 +649,16 @@ def test_doctor_shows_cuda_that_gpu_alone_before_anything_wakes_it(
 
 
 @pytest.mark.parametrize(
-    ("config", "targets"), [("portable", ["sm_90", "sm_120"]), ("hopper", ["sm_90a"]), (None, ["sm_90a", "sm_120"])]
+    ("config", "pool", "targets"),
+    [
+        ("portable", None, ["sm_90", "sm_120"]),
+        ("hopper", None, ["sm_90a"]),
+        (None, None, ["sm_90a", "sm_120"]),
+        (None, "fp8_e4m3", ["sm_90a-fp8_e4m3", "sm_120-fp8_e4m3"]),
+    ],
 )
-def test_doctor_compiles_the_configuration_that_the_service_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, targets: list[str]
+def test_doctor_compiles_what_the_service_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None, pool: str | None, targets: list[str]
 ) -> None:
     compiled: list[str] = []
 
@@ -655,8 +671,16 @@ def test_doctor_compiles_the_configuration_that_the_service_asks_for(
     if config:
         monkeypatch.setenv("KDTREE_CONFIG", config)
     two = [gpu("a", 1), gpu("b", 1), gpu("c", 1, capability=(12, 0))]
-    probe._compile(json.loads(json.dumps(two)))
+    probe._compile(json.loads(json.dumps(two)), pool)
     assert compiled == targets
+
+
+def test_doctor_of_a_release_that_knows_no_fp8_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback to it: such a service ran stock, and does so again."""
+    monkeypatch.setattr(compiling, "cached_binary", lambda target, cache_dir: cache_dir / target)
+    monkeypatch.delattr(compiling, "with_pool")
+    monkeypatch.setenv("KDTREE_CACHE_DIR", str(tmp_path))
+    assert probe._compile([gpu("a", 1)], "fp8_e4m3") == [f"kernel for sm_90a: {tmp_path / 'sm_90a'}"]
 
 
 def test_gpu_on_which_the_configuration_does_not_run() -> None:

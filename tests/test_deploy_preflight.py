@@ -172,7 +172,8 @@ SPECULATES = "--attention-backend triton --speculative-algorithm EAGLE"
         ("--speculative-algorithm EAGLE", ""),  # SGLang chooses, and the warning says what may come of it
         (SPECULATES.replace("triton", "flashinfer"), "--attention-backend flashinfer: the patch serves triton"),
         ("--attention-backend triton", "no --speculative-algorithm"),
-        (f"{SPECULATES} --kv-cache-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
+        (f"{SPECULATES} --kv-cache-dtype fp4_e2m1", "--kv-cache-dtype fp4_e2m1"),
+        (f"{SPECULATES} --kv-cache-dtype fp8_e4m3", ""),
         (f"{SPECULATES} --enable-deterministic-inference", "--enable-deterministic-inference"),
         ("--attention-backend fa3 --config x.yaml --tp 1", ""),
     ],

@@ -457,7 +457,8 @@ def test_what_compile_and_self_test_find(
 @pytest.mark.parametrize(
     ("service", "verdict", "said"),
     [
-        ((*OPTIONS, "--kv-cache-dtype", "fp8_e4m3"), "stock", "kv_dtype: --kv-cache-dtype fp8_e4m3"),
+        ((*OPTIONS, "--kv-cache-dtype", "fp4_e2m1"), "stock", "kv_dtype: --kv-cache-dtype fp4_e2m1"),
+        ((*OPTIONS, "--kv-cache-dtype", "fp8_e4m3"), "serve", ""),
         (OPTIONS[:2], "stock", "no_speculation"),
         (OPTIONS[2:], "unknown", "SGLang chooses"),
         (("docker", "run", "x"), "unknown", "container"),
@@ -484,9 +485,9 @@ def test_wrong_usage(host: Host) -> None:
 
 
 def test_verdict_first_and_the_same_content(host: Host) -> None:
-    process = host.start("--", *OPTIONS, "--kv-cache-dtype", "fp8_e5m2", KDTREE_MODE="off")
+    process = host.start("--", *OPTIONS, "--kv-cache-dtype", "fp4_e2m1", KDTREE_MODE="off")
     output, error = process.communicate(timeout=60)
-    document = host.says(service=(*OPTIONS, "--kv-cache-dtype", "fp8_e5m2"), KDTREE_MODE="off")
+    document = host.says(service=(*OPTIONS, "--kv-cache-dtype", "fp4_e2m1"), KDTREE_MODE="off")
     lines = output.splitlines()
     assert (process.returncode, error, lines[0]) == (1, "", document["summary"])
     assert lines[1 : len(document["because"])] == [f"  also {reason}" for reason in document["because"][1:]]

@@ -78,6 +78,7 @@ def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     [
         *(["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]),
         *(["--tp", "2", "--only", "load"], ["--tp", "2", "--points", "8192,1"]),
+        *(["--kv-cache-dtype", "fp8_e4m3"], ["--only", "tokens", "--kv-cache-dtype", "fp4_e2m1"]),
     ],
 )
 def test_words_that_mean_nothing_are_refused(words: list[str]) -> None:
@@ -242,6 +243,13 @@ class TestPlan:
         pairs = [name.removesuffix("-stock") for name in options if name.endswith("-stock")]
         assert {"same-graph", "noisy-eager", "chain-graph", "default-graph", "speed-graph"} <= set(pairs)
         assert all(options[f"{name}-stock"] == options[f"{name}-patched"] for name in pairs)
+
+    def test_an_fp8_pool_is_that_of_both_servers_of_each_pair(self, tmp_path: Path) -> None:
+        checkpoints = models.Checkpoints(*(tmp_path / name for name in ("target", "noisy", "deep", "shallow")))
+        plain, fp8 = plan.token_pairs(checkpoints), plan.token_pairs(checkpoints, "fp8_e5m2")
+        for one, other in zip(plain, fp8, strict=True):
+            for spec, with_pool in zip(one.specs, other.specs, strict=True):
+                assert sorted(with_pool.options) == sorted([*spec.options, "--kv-cache-dtype", "fp8_e5m2"])
 
     def test_the_default_server_leaves_sglangs_own_options_alone(self, tmp_path: Path) -> None:
         default = all_specs(tmp_path)["default-graph-patched"]

@@ -63,14 +63,29 @@ def with_environ(spec: ServerSpec, **environ: str) -> ServerSpec:
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
-def run_tokens(bed: Bed, stock: dict[str, str] | None = None, name: str = "noisy-graph", **patched: str) -> list[str]:
-    [one] = [pair for pair in plan.token_pairs(bed.checkpoints) if pair.name == name]
+def run_tokens(
+    bed: Bed,
+    stock: dict[str, str] | None = None,
+    name: str = "noisy-graph",
+    pool: str | None = None,
+    **patched: str,
+) -> list[str]:
+    [one] = [pair for pair in plan.token_pairs(bed.checkpoints, pool) if pair.name == name]
     one = dataclasses.replace(
         one, stock=with_environ(one.stock, **(stock or {})), patched=with_environ(one.patched, **patched)
     )
     bed.fleet.want(one.specs)
-    tokens.run(bed.fleet, bed.record, [one])
+    tokens.run(bed.fleet, bed.record, [one], pool)
     return bed.missed()
+
+
+def test_with_an_fp8_pool_tokens_are_told_and_not_judged(bed: Bed) -> None:
+    assert run_tokens(bed, stock={"FAKE_MARGIN": "1.5"}, pool="fp8_e4m3", FAKE_DIFFER="0") == []
+    assert "prompt 37 alone at token 0" in bed.found("answered with an fp8_e4m3 pool")
+
+
+def test_an_answer_that_is_short_with_an_fp8_pool(bed: Bed) -> None:
+    assert run_tokens(bed, pool="fp8_e4m3", FAKE_SHORT="1") != []
 
 
 def test_the_same_tokens_keep_every_bar(bed: Bed) -> None:

@@ -134,12 +134,15 @@ def saved(folder: Path) -> Any:
     return torch.load(file)
 
 
-@pytest.mark.parametrize("mask", ["tree", "none"])
+@pytest.mark.parametrize(
+    ("mask", "pool"), [("tree", None), ("none", None), ("tree", torch.float8_e4m3fn), ("none", torch.float8_e5m2)]
+)
 def test_the_file_has_the_call_and_can_be_run_again(
-    mask: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mask: str, pool: torch.dtype | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = a_case(prefixes=[40, 0, 7], mask=mask, slack=50)
-    bench = Bench(FakeKernel(mark=1.0), guard_dump=tmp_path)
+    scales = dict(k_scale=0.5, v_scale=0.25) if pool else {}
+    case = a_case(prefixes=[40, 0, 7], mask=mask, slack=50, pool=pool, **scales)
+    bench = Bench(FakeKernel(mark=1.0, pool=pool), guard_dump=tmp_path)
     bench.run(case)
     found = saved(tmp_path)
     assert f" dump={next(tmp_path.iterdir())}" in errors(capsys)[0]
@@ -151,7 +154,7 @@ def test_the_file_has_the_call_and_can_be_run_again(
     assert rel(found["results"]["ours"] - 1, right) < 0.02
     inputs = found["inputs"]
     out = torch.full_like(found["results"]["ours"], torch.nan)
-    kernel = VerifyKernel.load(torch.device("cpu"))
+    kernel = VerifyKernel.load(torch.device("cpu"), pool=pool)
     kernel.launch(out=out, **{name: inputs[name] for name in inputs})
     assert rel(out, right) < 1e-3
 

@@ -99,10 +99,12 @@ class Service:
         self.kernel = FakeKernel(mark=MARK)
         self.failure = failure
         self.loads: list[torch.device] = []
+        self.pools: list[torch.dtype | None] = []
         self.settings = settings or Settings()
 
-    def load(self, device: torch.device, settings: Settings, job: Any) -> FakeKernel:
+    def load(self, device: torch.device, settings: Settings, job: Any, pool: torch.dtype | None) -> FakeKernel:
         self.loads.append(device)
+        self.pools.append(pool)
         if self.failure:
             raise self.failure
         return self.kernel
@@ -656,18 +658,57 @@ def test_two_devices_get_a_kernel_each() -> None:
     """Or one each cannot be had of; a failure on one is no failure on the other."""
     loads: list[str] = []
 
-    def load(device: torch.device, settings: Settings, job: Any) -> FakeKernel:
+    def load(device: torch.device, settings: Settings, job: Any, pool: torch.dtype | None) -> FakeKernel:
         loads.append(str(device))
         if device.index == 1:
             raise hook.Declined("load_failed", "no")
         return FakeKernel(device=str(device))
 
     worker = hook.Worker(Settings(), None, load)
-    assert worker.kernel_on(torch.device("cuda:0")) is worker.kernel_on(torch.device("cuda:0"))
+    assert worker.kernel_on(torch.device("cuda:0"), None) is worker.kernel_on(torch.device("cuda:0"), None)
     for _ in range(2):
         with pytest.raises(hook.Declined):
-            worker.kernel_on(torch.device("cuda:1"))
+            worker.kernel_on(torch.device("cuda:1"), None)
     assert loads == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("pool", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_pool_gets_a_kernel_of_its_own(pool: torch.dtype) -> None:
+    """A target model's backend and those of its draft model, which has another pool."""
+    service = Service()
+    for _ in range(2):
+        service.start(kv_cache_dtype=pool)
+        service.backend_class(a_runner(kv_cache_dtype=torch.bfloat16))
+    assert service.pools == [pool, None]
+
+
+@pytest.mark.parametrize(
+    ("pool", "limit", "warned"),
+    [
+        (torch.float8_e4m3fn, 0.05, True),
+        (torch.float8_e4m3fn, 0.5, False),
+        (torch.float8_e4m3fn, None, False),
+        (None, 0.05, False),
+    ],
+)
+def test_a_guard_that_the_stock_kernels_own_rounding_would_trip_is_said(
+    pool: torch.dtype | None, limit: float | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = Service(Settings(guard_rel=limit))
+    service.kernel = FakeKernel(pool=pool)
+    service.start(kv_cache_dtype=pool)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "KDTREE_GUARD_REL" in line]
+    assert len(lines) == warned
+    if warned:
+        assert lines[0].startswith("[kdtree] WARNING KDTREE_GUARD_REL=0.05 will trip")
+
+
+@pytest.mark.parametrize("runner", [dict(), dict(kv_cache_dtype=torch.uint8), dict(kv_cache_dtype="fp8_e4m3")], ids=str)
+def test_a_pool_of_a_type_that_is_not_known_gets_the_usual_kernel(runner: dict[str, Any]) -> None:
+    """Which then declines its calls, for their pool is of another type than their queries."""
+    service = Service()
+    service.start(**runner)
+    assert service.pools == [None]
 
 
 # Loading the real kernel.
@@ -733,5 +774,5 @@ def test_the_kernel_is_asked_for_with_the_cache_and_the_job(monkeypatch: pytest.
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("kdtree_patch.kernel.VerifyKernel.load", lambda *args: asked.append(args))
     settings, job = Settings(selftest=False), object()
-    hook.load_kernel(torch.device("cuda:2"), settings, job)  # type: ignore[arg-type]
-    assert asked == [(torch.device("cuda:2"), None, job, "auto")]
+    hook.load_kernel(torch.device("cuda:2"), settings, job, torch.float8_e5m2)  # type: ignore[arg-type]
+    assert asked == [(torch.device("cuda:2"), None, job, "auto", torch.float8_e5m2)]

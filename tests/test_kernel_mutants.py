@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kdtree_patch import tiles
-from kdtree_patch.compile import KERNELS, SOURCE_NAME, cached_binary, sanitizer_runtime
+from kdtree_patch.compile import KERNELS, SOURCE_NAME, cached_binary, parts_of, sanitizer_runtime, with_pool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SANITIZER_FOUND = 99  # the exit status of a process in which a sanitizer has found something
@@ -36,7 +36,7 @@ class Mutant:
     fault: str
     old: str
     new: str
-    target: str = "host"  # host-races or host-asan: only there is it seen
+    target: str = "host"  # host-races or host-asan: only there is it seen; or for an fp8 pool, as the fault is there
     also: tuple[str, str] | None = None  # a second replacement, where either alone does no harm
 
 
@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "missing_wait",
         "the copy of a tile is not waited for",
-        "    cp_async_wait<0>();\n    // The tile is complete",
-        "    cp_async_wait<1>();\n    // The tile is complete",
+        "    cp_async_wait<0>();\n    if constexpr (Pool::is_fp8) unpack_tile",
+        "    cp_async_wait<1>();\n    if constexpr (Pool::is_fp8) unpack_tile",
     ),
     Mutant(
         "out_of_bounds_stage",
@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "swizzle",
         "keys are stored with another swizzle than they are read",
-        "shared_address(shared + stage * kTileBytes) + tile_offset(key, unit);",
-        "shared_address(shared + stage * kTileBytes) + key * kRowBytes + unit * 16;",
+        "packed_offset() : tile_offset(key, unit));",
+        "packed_offset() : key * kRowBytes + unit * 16);",
     ),
     Mutant(
         "stale_rescale",
@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "zero_row",
         "a row that sees nothing divides by zero",
-        "factor = sum == 0.f ? 0.f : 1.f / sum;",
-        "factor = 1.f / sum;",
+        "return sum == 0.f ? 0.f : (Pool",
+        "return (Pool",
     ),
     Mutant(
         "padding_moves_the_cuts",
@@ -269,6 +269,113 @@ MUTANTS = [
         "without a mask a draft does not see itself",
         "draft <= token[i]",
         "draft < token[i]",
+    ),
+    # An fp8 pool.
+    Mutant(
+        "unpacked_too_soon",
+        "keys are unpacked before they have landed",
+        "    cp_async_wait<0>();\n    if constexpr (Pool::is_fp8) unpack_tile(tile, stage);",
+        "    if constexpr (Pool::is_fp8) unpack_tile(tile, stage);\n    cp_async_wait<0>();",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_place",
+        "packed keys lie where another thread unpacks",
+        "return (unit & 3) * 2 + packed_line(unit);",
+        "return (unit & 3) + packed_line(unit) * 4;",
+        target="host-races-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_halves",
+        "the two halves of 16 numbers are exchanged",
+        "second ? packed.z : packed.x, second ? packed.w : packed.y",
+        "second ? packed.x : packed.z, second ? packed.y : packed.w",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_rope",
+        "all threads have a part of the rope line, which is alone",
+        "return line + 1 < kLines || packed_line(threadIdx.x & 7) == 0;",
+        "return true;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_source",
+        "lines are taken for as long in the pool as in shared memory",
+        "source + line * 64, 16",
+        "source + line * 128, 16",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_drafts",
+        "draft tokens are taken for fp8",
+        "(int)(threadIdx.x >> 3) < request.prefix;",
+        "(int)(threadIdx.x >> 3) < columns;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "scaled_drafts",
+        "the scores of draft tokens are scaled as those of the prefix",
+        "is_draft ? score * p.scale_log2e + p.draft_lift",
+        "is_draft ? score * p.prefix_scale_log2e + p.draft_lift",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "unscaled_prefix",
+        "the scores of the prefix are not scaled",
+        ": score * p.prefix_scale_log2e;",
+        ": score * p.scale_log2e;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "scaled_draft_values",
+        "the values of draft tokens are scaled as well",
+        "score * p.scale_log2e + p.draft_lift",
+        "score * p.scale_log2e",
+        target="host-fp8_e4m3",
+        also=("return weight * (is_draft ? p.v_scale : 1.f);", "return weight;"),
+    ),
+    Mutant(
+        "lifted_sums",
+        "sums count the weights of draft tokens as they are lifted",
+        "return weight * (is_draft ? p.v_scale : 1.f);",
+        "return weight;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "unscaled_values",
+        "nothing is multiplied by v_scale in the end",
+        "(Pool::is_fp8 ? p.v_scale : 1.f) / sum",
+        "1.f / sum",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "e4m3_nan",
+        "a NaN of e4m3 becomes 480",
+        "size = rest | ((rest + 0x01010101u) & 0x80808080u);",
+        "size = rest;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "e4m3_sign",
+        "the sign of every fourth number is lost",
+        "| (sign & 0x80000000u) |",
+        "|",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "e4m3_bias",
+        "the biases of the exponents are taken for equal",
+        "(size & 0xff00u) << 15, 0x5c005c00u)",
+        "(size & 0xff00u) << 15, 0x3c003c00u)",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "e5m2_order",
+        "the second of two numbers of e5m2 comes first",
+        "pair[0] = (packed & 0xffu) << 8 | (packed & 0xff00u) << 16",
+        "pair[0] = (packed & 0xffu) << 24 | (packed & 0xff00u)",
+        target="host-fp8_e5m2",
     ),
 ]
 
@@ -600,6 +707,53 @@ HOPPER_MUTANTS = [
         "((half * kValueChunks + i) * 4 + warp) * ROW_TILES + n",
         "((half * 4 + warp) * kValueChunks + i) * ROW_TILES + n",
     ),
+    # An fp8 pool.
+    Mutant(
+        "unpacked_too_soon",
+        "keys are unpacked before they have landed",
+        "cp_async_wait<kPackedRounds - 1 - ROUND>();",
+        "cp_async_wait<kPackedRounds - ROUND>();",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "full_too_soon",
+        "a part is said to be complete before all of it is unpacked",
+        "constexpr int kPartsBefore = ROUND * 2 / kPartChunks;",
+        "constexpr int kPartsBefore = (ROUND * 2 + 1) / kPartChunks;",
+        target="host-fp8_e4m3",
+        also=(
+            "ROUND == kPackedRounds - 1 ? kParts : (ROUND + 1) * 2 / kPartChunks;",
+            "ROUND == kPackedRounds - 1 ? kParts : (ROUND * 2 + 3) / kPartChunks;",
+        ),
+    ),
+    Mutant(
+        "packed_rope",
+        "all threads have a part of the rope chunk, which is alone",
+        "return round < kPackedRounds - 1 || packed_line(thread & 7) == 0;",
+        "return true;",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_chunk",
+        "threads put their part of the second chunk into the first",
+        "(round * 2 + packed_line(unit)) * kChunkBytes",
+        "round * 2 * kChunkBytes",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_drafts",
+        "draft tokens are taken for fp8",
+        "return tile * kTileKeys + copied_key(i) < request.prefix;",
+        "return tile * kTileKeys + copied_key(i) < request.columns();",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "second_draft",
+        "a thread's second key is taken for a draft token where its first one is",
+        "group + k * 8 >= request.prefix",
+        "group >= request.prefix",
+        target="host-fp8_e4m3",
+    ),
 ]
 
 
@@ -608,8 +762,10 @@ def check(target: str, config: str, *place: Path) -> list[str]:
 
     `place`: cache and sources, if not the usual ones. In a process of its own: a mutant may well crash it.
     """
+    build, pool = parts_of(target)
     command = [sys.executable, "-m", "tests.support.check_build", str(cached_binary(target, *place)), config]
-    variables = SANITIZER | {"LD_PRELOAD": sanitizer_runtime()} if target == "host-asan" else {}
+    command += [pool] if pool else []
+    variables = SANITIZER | {"LD_PRELOAD": sanitizer_runtime()} if build == "host-asan" else {}
     child = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, timeout=300
     )
@@ -623,21 +779,27 @@ def check(target: str, config: str, *place: Path) -> list[str]:
     return child.stdout.splitlines()
 
 
-@pytest.mark.parametrize("config", tiles.CONFIGS)
-def test_the_kernel_itself_passes(config: str) -> None:
-    assert check("host", config) == []
+POOLS = pytest.mark.parametrize("pool", [None, *tiles.FP8_POOLS])
 
 
+@POOLS
 @pytest.mark.parametrize("config", tiles.CONFIGS)
-def test_no_two_accesses_race(config: str) -> None:
+def test_the_kernel_itself_passes(config: str, pool: str | None) -> None:
+    assert check(with_pool("host", pool), config) == []
+
+
+@POOLS
+@pytest.mark.parametrize("config", tiles.CONFIGS)
+def test_no_two_accesses_race(config: str, pool: str | None) -> None:
     """The build that also sees every plain load and store of shared memory."""
-    assert check("host-races", config) == []
+    assert check(with_pool("host-races", pool), config) == []
 
 
+@POOLS
 @pytest.mark.parametrize("config", tiles.CONFIGS)
-def test_no_access_is_out_of_bounds_or_undefined(config: str) -> None:
+def test_no_access_is_out_of_bounds_or_undefined(config: str, pool: str | None) -> None:
     """Under AddressSanitizer and UBSan: shared memory, and every tensor, since torch allocates with its malloc too."""
-    assert check("host-asan", config) == []
+    assert check(with_pool("host-asan", pool), config) == []
 
 
 def only(source: str, config: str) -> str:

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from kdtree_patch import tiles
-from kdtree_patch.compile import KERNELS, NVRTC_TARGETS, SOURCE_NAME, CompileError, CompileResult, compile_cubin
+from kdtree_patch.compile import (
+    KERNELS,
+    NVRTC_TARGETS,
+    SOURCE_NAME,
+    CompileError,
+    CompileResult,
+    compile_cubin,
+    parts_of,
+    with_pool,
+)
 from kdtree_patch.compile_command import MAX_REGISTERS
 
 # What one block is given: in the portable configuration by sm_86, sm_89 and sm_120, in the Hopper one by sm_90. Written
@@ -19,6 +28,9 @@ from kdtree_patch.compile_command import MAX_REGISTERS
 SHARED_LIMITS = {"portable": 101_376, "hopper": 232_448}
 # What the launch bounds of a Hopper kernel leave to a thread; setmaxnreg, which -v does not show, shares it out anew.
 HOPPER_REGISTERS = 128
+
+# Each architecture with each type of the KV pool.
+TARGETS = tuple(with_pool(target, pool) for pool in (None, *tiles.FP8_POOLS) for target in NVRTC_TARGETS)
 
 Outcomes = dict[str, CompileResult | str]
 
@@ -38,13 +50,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         pytest.fail(f"kernels/{SOURCE_NAME} is missing: there is nothing to compile", pytrace=False)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=context) as pool:
-        outcomes = pool.map(outcome, NVRTC_TARGETS, [tmp_path_factory.mktemp("cache")] * len(NVRTC_TARGETS))
-        return dict(zip(NVRTC_TARGETS, outcomes, strict=True))
+        outcomes = pool.map(outcome, TARGETS, [tmp_path_factory.mktemp("cache")] * len(TARGETS))
+        return dict(zip(TARGETS, outcomes, strict=True))
 
 
 def variants(target: str) -> list[tuple[tiles.Configuration, tiles.Variant]]:
     """What the cubin for a target holds."""
-    configuration = tiles.CONFIGS["hopper" if target == "sm_90a" else "portable"]
+    configuration = tiles.CONFIGS["hopper" if parts_of(target)[0] == "sm_90a" else "portable"]
     return [(configuration, variant) for variant in configuration.variants]
 
 
@@ -60,7 +72,7 @@ def test_the_targets_are_the_eight():
     assert set(NVRTC_TARGETS) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120", "sm_120a"}
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_variant_is_in_the_cubin(result: CompileResult, target: str):
     assert result.cubin.startswith(b"\x7fELF")
     expected = {
@@ -72,27 +84,27 @@ def test_every_variant_is_in_the_cubin(result: CompileResult, target: str):
     assert {kernel.name for kernel in result.kernels if kernel.registers} == expected
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_cubin_is_no_larger_than_stated(result: CompileResult):
     """What a worker loads onto its device beside the workspace: up to 4 MB, as the README says."""
     print(f"{len(result.cubin):,} bytes")
     assert len(result.cubin) < 4_000_000
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills(result: CompileResult):
     spilling = {kernel.name: (kernel.spill_stores, kernel.spill_loads) for kernel in result.kernels}
     assert {name: spills for name, spills in spilling.items() if spills != (0, 0)} == {}
     assert {kernel.name: kernel.stack for kernel in result.kernels if kernel.stack} == {}
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_registers(result: CompileResult):
     kernels = [kernel for kernel in result.kernels if not kernel.name.startswith("_Z")]  # nor what they call
     assert all(0 < kernel.registers <= MAX_REGISTERS for kernel in kernels)
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_shared_memory_fits_the_smallest_parts(result: CompileResult, target: str):
     static = {kernel.name: kernel.static_shared for kernel in result.kernels}
     for configuration, variant in variants(target):
@@ -101,7 +113,7 @@ def test_shared_memory_fits_the_smallest_parts(result: CompileResult, target: st
             assert asked <= configuration.shared_limit == SHARED_LIMITS[configuration.name]
 
 
-@pytest.mark.parametrize("target", ["sm_90a"])
+@pytest.mark.parametrize("target", [target for target in TARGETS if parts_of(target)[0] == "sm_90a"])
 def test_registers_are_there_to_be_shared_out(result: CompileResult):
     """setmaxnreg takes the launch bounds' registers for granted; were there fewer, a block would wait for ever."""
     used = {kernel.name: kernel.registers for kernel in result.kernels}
@@ -109,7 +121,7 @@ def test_registers_are_there_to_be_shared_out(result: CompileResult):
         assert {used[variant.kernel_name(element)] for element in tiles.ELEMENTS} == {HOPPER_REGISTERS}
 
 
-@pytest.mark.parametrize("target", NVRTC_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_nvrtc_has_no_warnings(result: CompileResult):
     """Such as that setmaxnreg was ignored; or that each wgmma waits for the one before (seen to take the kernel 20 % of
     its speed), which ptxas does not even call a warning.

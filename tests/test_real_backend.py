@@ -58,6 +58,28 @@ def test_batches(lab: Lab, trial: Trial) -> None:
     assert_right(outcome)
 
 
+# Stock rounds queries and weights to the pool's type before it multiplies: so far is it from the truth here.
+FP8_REL = {torch.float8_e4m3fn: 0.2, torch.float8_e5m2: 0.3}
+
+
+@pytest.mark.parametrize("scales", [(None, None), (0.5, 0.25)], ids=str)
+@pytest.mark.parametrize("kv_dtype", FP8_REL, ids=str)
+def test_fp8_pool(lab: Lab, kv_dtype: torch.dtype, scales: tuple[float | None, float | None]) -> None:
+    """The prefix is scaled and the drafts are not, by stock as by us; our queries and weights stay what they are, so
+    that we are as near to the truth as with a pool of float16, and all of the distance to stock is stock's own.
+    """
+    pool = dict(kv_dtype=kv_dtype, k_scale=scales[0], v_scale=scales[1])
+    outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[21, 0, 5, 40], **pool))
+    assert_served(outcome)
+    right = attention(**outcome.arguments)
+    assert outcome.pool_after.dtype == torch.uint8 and outcome.arguments["k_scale"] == (scales[0] or 1.0)
+    ours, stock = rel(outcome.ours, right), rel(outcome.stock, right)
+    assert ours < 2.6e-4 and ours < stock < FP8_REL[kv_dtype]
+    assert rel(outcome.ours, outcome.stock) < 1.1 * stock
+    others = dict(k_scale=1.0, v_scale=1.0) if scales[0] else dict(k_scale=0.5, v_scale=0.25)
+    assert rel(outcome.ours, attention(**outcome.arguments | others)) > 0.1, "scales do not matter on this input"
+
+
 def test_kv_store_happens_once_and_nowhere_else(lab: Lab) -> None:
     outcome = lab.run(Trial(heads=8, q_len=9, prefixes=[21, 4], poison=False))
     before, after, drafts = outcome.arguments["kv_pool"], outcome.pool_after, outcome.draft_slots

@@ -101,6 +101,18 @@ def test_rounding_is_no_finding(rel: float) -> None:
     assert found.verdict.startswith("nothing found: 192 layer lines, 6 layers, 4 ranks; rel up to ")
 
 
+@pytest.mark.parametrize("stock", [0.03, 0.14, 0.2])
+def test_nor_is_that_of_the_stock_kernel_with_an_fp8_pool(stock: float) -> None:
+    """It rounds queries and weights to fp8. A wrong answer is found all the same, and so is a drift beyond that."""
+    plain = service(lambda *_: stock)
+    fp8 = [line.replace(" gpu=H200", " gpu=H200 target=sm_90a-fp8_e4m3") for line in plain]
+    assert fp8 != plain and findings(*plain) != [] and findings(*fp8) == []
+    wrong = service(lambda *_: 1.0)
+    assert (
+        the_one(*(line.replace(" gpu=H200", " gpu=H200 target=sm_90a-fp8_e4m3") for line in wrong)).code == "near_one"
+    )
+
+
 def test_nor_is_the_rounding_of_a_layer_that_has_ten_times_that_of_others() -> None:
     """fp16 next to bf16: both are rounding."""
     assert findings(*service(lambda step, number, rank: BF16 if number == 3 else FP16)) == []

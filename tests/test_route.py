@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -126,6 +127,27 @@ def test_a_chain_needs_no_mask_offsets_and_does_not_pass_any() -> None:
     assert bench.kernel.calls[0]["mask_indptr"] is None
 
 
+@pytest.mark.parametrize("pool", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("version", SIGNATURES)
+def test_an_fp8_pool_with_the_scales_of_its_layer(
+    version: str, pool: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.9 has no scales: they are 1 there. Each layer has its own."""
+    scales = (1.0, 1.0) if version == "0.5.9" else (0.5, 0.25)
+    case, bench = (
+        a_case(pool=pool, k_scale=scales[0], v_scale=scales[1]),
+        Bench(version=version, kernel=FakeKernel(pool=pool)),
+    )
+    bench.run(arguments(case))
+    assert rel(case.out, reference(case)) < 1e-3
+    case.k_scale, case.v_scale = (1.0, 1.0) if version == "0.5.9" else (2, 0.125)
+    bench.run(arguments(case), layer=1)
+    assert rel(case.out, reference(case)) < 1e-3
+    assert bench.served == "kernel 2, stock 0"
+    lines = [line for line in capsys.readouterr().err.splitlines() if " shapes " in line]
+    assert len(lines) == 1 and lines[0].endswith(f" kv_dtype={str(pool).removeprefix('torch.')}")
+
+
 # Other forward modes.
 
 
@@ -205,6 +227,8 @@ def with_gaps(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 CASE = a_case()
 ARGUMENTS = arguments(CASE)
+FP8_CASE = a_case(pool=torch.float8_e4m3fn, k_scale=0.5, v_scale=0.25)
+FP8_ARGUMENTS = arguments(FP8_CASE)
 POOL = CASE.kv_pool
 HEADS_129 = torch.zeros(6, 129, 576, dtype=torch.float16)
 
@@ -274,6 +298,33 @@ DECLINED: list[tuple[str, dict[str, Any]]] = [
     ("unexpected_arguments", dict(kv_indices=[1, 2, 3])),
     ("unexpected_arguments", dict(k_buffer=None)),
 ]
+
+
+# The same with a kernel for a pool of e4m3.
+FP8_DECLINED: list[tuple[str, dict[str, Any]]] = [
+    *(("kv_scale", dict(k_scale=scale)) for scale in (0.0, -1.0, math.nan, math.inf, 2.0**-15, 2.0**15, None, "1")),
+    *(("kv_scale", dict(v_scale=scale)) for scale in (0.0, 2.0**15, torch.tensor(0.5), True)),
+    ("kv_dtype", dict(k_buffer=POOL, v_buffer=POOL[..., :512])),
+    ("kv_dtype", {name: FP8_ARGUMENTS[name].view(torch.float8_e5m2) for name in ("k_buffer", "v_buffer")}),
+    ("kv_dtype", {name: FP8_ARGUMENTS[name].view(torch.uint8) for name in ("k_buffer", "v_buffer")}),
+    ("dtype", {name: fp8(FP8_ARGUMENTS[name]) for name in ("q_extend", "k_extend", "v_extend", "o_extend")}),
+    ("layout", dict(k_buffer=misaligned(FP8_CASE.kv_pool))),
+    (
+        "layout",
+        {name: with_gaps(FP8_CASE.kv_pool, 584)[..., :last] for name, last in (("k_buffer", 576), ("v_buffer", 512))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes"), FP8_DECLINED, ids=[f"{r}-{c}"[:60] for r, c in FP8_DECLINED])
+def test_each_reason_of_an_fp8_pool(reason: str, changes: dict[str, Any]) -> None:
+    """Also after a call that was served."""
+    bench = Bench(kernel=FakeKernel(pool=torch.float8_e4m3fn))
+    bench.router.stock = lambda *args, **kwargs: None
+    for _ in range(2):
+        bench.run({**FP8_ARGUMENTS, **changes})
+        bench.run(FP8_ARGUMENTS)
+    assert bench.ledger.counts == {("stock", reason): 2, ("kernel", "verify"): 2}
 
 
 def why_not(call: dict[str, Any], device: str = "cpu") -> str | None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kdtree_patch import hook, selftest
-from kdtree_patch.kernel import VerifyKernel
+from kdtree_patch.kernel import FP8_POOLS, VerifyKernel
 from kdtree_patch.reference import attention
 from kdtree_patch.settings import Settings
 from tests.fakes import FakeKernel, Stock
@@ -29,9 +29,21 @@ def test_a_right_kernel_passes() -> None:
     assert len(results) == 2 * len(selftest.CASES) and all(one.good for one in results)
 
 
-def test_the_real_kernel_passes_on_the_cpu() -> None:
-    results = list(selftest.run(VerifyKernel.load(torch.device("cpu"))))
+@pytest.mark.parametrize("pool", [None, *FP8_POOLS])
+def test_the_real_kernel_passes_on_the_cpu(pool: torch.dtype | None) -> None:
+    results = list(selftest.run(VerifyKernel.load(torch.device("cpu"), pool=pool)))
     assert [one.name for one in results if not one.good] == []
+    assert all((f"pool={str(pool).removeprefix('torch.')}" in one.name) == (pool is not None) for one in results)
+
+
+@pytest.mark.parametrize("lost", ["k_scale", "v_scale"])
+def test_a_lost_scale_is_noticed(lost: str) -> None:
+    class Loses(FakeKernel):
+        def launch(self, *arguments: Any) -> None:
+            scales = dict(zip(("k_scale", "v_scale"), arguments[11:], strict=True))
+            super().launch(*arguments[:11], **{**scales, lost: 1.0})
+
+    assert not any(one.good for one in selftest.run(Loses(pool=torch.float8_e4m3fn)))
 
 
 def test_what_it_costs_beside_the_kernel_is_a_fraction_of_half_a_second() -> None:
@@ -39,6 +51,7 @@ def test_what_it_costs_beside_the_kernel_is_a_fraction_of_half_a_second() -> Non
 
     class Instant:
         device = torch.device("cpu")
+        pool = None
 
         def launch(self, *arguments: Any) -> None:
             pass
@@ -97,6 +110,7 @@ class Faulty(FakeKernel):
 
     def launch(self, q: Any, k_extend: Any, out: Any, *rest: Any) -> None:
         names = ("kv_pool", "qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr", "q_len", "scale")
+        names += ("k_scale", "v_scale")
         call = dict(q=q, k_extend=k_extend, **dict(zip(names, rest, strict=True)))
         self.fault(call)
         del call["q_len"]

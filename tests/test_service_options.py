@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kdtree_patch.service_command import Command
-from kdtree_patch.service_options import Model, forward_modes, heads_a_rank, judge
+from kdtree_patch.service_options import Model, forward_modes, fp8_pool, heads_a_rank, judge
+from kdtree_patch.tiles import FP8_POOLS
 
 GOOD = "--attention-backend triton --speculative-algorithm EAGLE3"
 MLA = Model(heads=64, latent=512, rope=64, quantizes_kv=False)
@@ -50,7 +51,7 @@ def test_options_with_which_verify_calls_are_served(options: str) -> None:
         (f"{GOOD} --enable-deterministic-inference", "stock", "deterministic", "--enable-deterministic-inference"),
         (f"{GOOD} --enable-determ", "stock", "deterministic", "--enable-deterministic-inference"),
         (f"{GOOD} --disaggregation-mode prefill", "stock", "no_verify", "only prefills"),
-        (f"{GOOD} --kv-cache-dtype fp8_e4m3", "stock", "kv_dtype", "fp8_e4m3"),
+        (f"{GOOD} --kv-cache-dtype fp4_e2m1", "stock", "kv_dtype", "fp4_e2m1"),
         (f"{GOOD} --kv-cache-dtype bf16 --dtype float16", "stock", "kv_dtype", "the same type"),
         (f"{GOOD} --dtype float32", "stock", "dtype", "--dtype float32"),
         (f"{GOOD} --speculative-num-draft-tokens 513", "stock", "q_len", "1 to 512"),
@@ -156,3 +157,15 @@ def test_what_is_asked_for_beside_verify_calls() -> None:
     assert "verify is not in KDTREE_FORWARD_MODES" in modes[0].why and "up to 512 new tokens" in modes[2].why
     elsewhere = forward_modes(command(f"{GOOD} --speculative-draft-attention-backend fa3"), [], MLA, {"draft_extend"})
     assert (elsewhere[1].backend, elsewhere[1].route) == ("fa3", "stock")
+
+
+@pytest.mark.parametrize("pool", FP8_POOLS)
+@pytest.mark.parametrize("dtype", ["", " --dtype bfloat16", " --dtype float16"])
+def test_an_fp8_pool_is_served(pool: str, dtype: str) -> None:
+    options = command(f"{GOOD} --kv-cache-dtype {pool}{dtype}")
+    assert judge(options) == [] and fp8_pool(options) == pool
+
+
+@pytest.mark.parametrize("options", ["", "--kv-cache-dtype auto", "--kv-cache-dtype bf16", "--kv-cache-dtype fp4_e2m1"])
+def test_other_pools_are_none_of_fp8(options: str) -> None:
+    assert fp8_pool(command(f"{GOOD} {options}")) is None

@@ -36,7 +36,7 @@ def _answer(command: str, order: dict) -> dict:
     if command == "doctor":
         from deploy.host import probe
 
-        return probe.doctor(Path(order["release"]), order["gpus"], order["variables"], order["contract"])
+        return probe.doctor(Path(order["release"]), order["gpus"], order["variables"], order["contract"], order["pool"])
     if command == "preflight":
         from deploy.host import preflight
 

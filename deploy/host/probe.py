@@ -76,11 +76,16 @@ def _contract(hide_gpus: bool) -> dict[str, Any]:
 
 
 def doctor(
-    release: Path, gpus: list[dict[str, Any]], variables: dict[str, str], check_contract: bool
+    release: Path,
+    gpus: list[dict[str, Any]],
+    variables: dict[str, str],
+    check_contract: bool,
+    pool: str | None = None,
 ) -> dict[str, Any]:
     """Findings about a release, as a worker would meet it; an empty list means that it may be switched to.
 
-    `gpus` are those of gpus.py, `variables` what a drop-in has set here. A preflight has just checked the contract of a
+    `gpus` are those of gpus.py, `variables` what a drop-in has set here, `pool` is the fp8 type that the service's
+    options give its KV pool. A preflight has just checked the contract of a
     release that is being deployed; that of an older one is checked here.
     """
     findings: list[str] = []
@@ -102,8 +107,8 @@ def doctor(
     sys.path.append(str(release / "vendor"))  # where sitecustomize.py puts it when the backend is imported
     try:
         done += _import_what_a_worker_needs(release)
-        done += _compile(gpus)
-        done += _self_test(release, roomy, findings)
+        done += _compile(gpus, pool)
+        done += _self_test(release, roomy, findings, pool)
         if check_contract:
             facts = _contract(hide_gpus=True)
             findings += facts["violations"] or ([facts["import_error"]] if "import_error" in facts else [])
@@ -166,7 +171,7 @@ def _with_room(gpus: list[dict[str, Any]], visible: str | None) -> dict[str, Any
     return max(free, key=lambda gpu: int(gpu["free_bytes"]), default=None)
 
 
-def _compile(gpus: list[dict[str, Any]]) -> list[str]:
+def _compile(gpus: list[dict[str, Any]], pool: str | None) -> list[str]:
     """What a worker does before it loads the kernel, for every kind of GPU here; what is cached already stays."""
     from kdtree_patch import compile as compiling
     from kdtree_patch.settings import Settings
@@ -175,6 +180,8 @@ def _compile(gpus: list[dict[str, Any]]) -> list[str]:
     cache_dir = settings.cache_dir
     found = (compiling.cubin_target(tuple(gpu["capability"]), settings.config) for gpu in gpus)
     targets = list(dict.fromkeys(target for target in found if target))
+    if pool is not None and hasattr(compiling, "with_pool"):  # a release before that leaves such a pool to stock
+        targets = [compiling.with_pool(target, pool) for target in targets]
     paths = [compiling.cached_binary(target, cache_dir) for target in targets]
     for path in paths:
         if path.parent != cache_dir:
@@ -182,7 +189,7 @@ def _compile(gpus: list[dict[str, Any]]) -> list[str]:
     return [f"kernel for {target}: {path}" for target, path in zip(targets, paths, strict=True)]
 
 
-def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str]) -> list[str]:
+def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str], pool: str | None) -> list[str]:
     if not (release / "kdtree_patch" / "selftest.py").exists():
         return ["self-test left out: this release has none"]
     if gpu is None:
@@ -192,7 +199,10 @@ def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str]) -
     if not torch.cuda.is_available():
         # The service has found its GPUs in this environment, or it would not be running; here torch may be denied them.
         return ["warning: self-test left out: nvidia-smi lists a GPU, and the torch of this interpreter sees none"]
-    status, output = _command("selftest")
+    from kdtree_patch import compile as compiling
+
+    of_pool = ("--kv-cache-dtype", pool) if pool is not None and hasattr(compiling, "with_pool") else ()
+    status, output = _command("selftest", *of_pool)
     if status != 0:
         findings.append(f"self-test on {gpu['name']} ended with status {status}: {' '.join(output.split())[-500:]}")
     return [f"self-test passed on {gpu['name']}, {gpu['uuid']}"] if status == 0 else []

@@ -24,6 +24,7 @@ from deploy.host.look import Look, read_text
 from deploy.host.release import ReleaseError
 from deploy.host.service import Failed, Start
 from deploy.host.systemd import SystemdError, Unit, run_as
+from kdtree_patch import service_options
 from kdtree_patch.service_command import Command, Refused, python_path_problem
 
 DOCTOR_SECONDS = 900
@@ -230,6 +231,7 @@ class Transaction:
             "gpus": [vars(gpu) for gpu in found],
             "variables": ours,
             "contract": self.order["action"] != "deploy",
+            "pool": service_options.fp8_pool(command),
         }
         variables = self.seen.variables() | ours
         words = [command.interpreter, "-c", wire.LOADER, "doctor", wire.packed(order)]

@@ -330,6 +330,12 @@ float2 unpack2(unsigned packed) {
   return {host::to_float<Element>(packed), host::to_float<Element>(packed >> 16)};
 }
 
+inline unsigned multiply_fp16x2(unsigned a, unsigned b) {
+  const float lo = host::float_of_fp16(a & 0xffff) * host::float_of_fp16(b & 0xffff);
+  const float hi = host::float_of_fp16(a >> 16) * host::float_of_fp16(b >> 16);
+  return host::fp16_of(lo) | static_cast<unsigned>(host::fp16_of(hi)) << 16;
+}
+
 inline int __float_as_int(float x) { return static_cast<int>(host::bits_of(x)); }
 inline float __int_as_float(int x) { return host::float_of(static_cast<unsigned>(x)); }
 inline float __uint_as_float(unsigned x) { return host::float_of(x); }

@@ -18,6 +18,7 @@ from kdtree_patch import exits
 from kdtree_patch.arguments import output_file, plot_file, whole_number
 from kdtree_patch.console import open_console
 from kdtree_patch.exits import NotDone
+from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -59,6 +60,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--only", f"only these, of {', '.join(RUNS)}", type=run_names, default=list(RUNS), metavar="RUN,...")
     points = "of speed: only these, e.g. 8192,1"
     option("--points", points, nargs="+", type=point, default=list(speed.POINTS), metavar="PROMPT,BATCH")
+    pool = "of tokens: an fp8 KV pool, %(choices)s; rel is judged and tokens are not, as stock rounds to fp8"
+    option("--kv-cache-dtype", pool, choices=tuple(FP8_POOLS), metavar="TYPE")
     number("--layers", 2, 128, 24, "of speed: layers of the model (%(default)s)")
     option("--no-kernels", "of speed: do not time the kernels alone", action="store_true")
     number("--requests", 1, None, load.REQUESTS, "of load: requests (%(default)s)")
@@ -75,6 +78,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--only and --points are for one GPU: with --tp the run is `ranks`")
     if arguments.source is not None and arguments.json is not None:
         parser.error("--from shows a file that is there, and --json writes one of a new run")
+    if arguments.kv_cache_dtype is not None and (arguments.tp > 1 or arguments.only != ["tokens"]):
+        parser.error("--kv-cache-dtype goes with --only tokens")
     return arguments
 
 
@@ -135,7 +140,7 @@ def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, fo
         return
     figures, pairs, under_load = (
         plan.speed_pairs(checkpoints),
-        plan.token_pairs(checkpoints),
+        plan.token_pairs(checkpoints, arguments.kv_cache_dtype),
         plan.load_spec(checkpoints),
     )
     specs = {
@@ -150,7 +155,7 @@ def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, fo
         if "load" in arguments.only:
             load.run(fleet, record, under_load, nvml, arguments.requests)
         if "tokens" in arguments.only:
-            tokens.run(fleet, record, pairs)
+            tokens.run(fleet, record, pairs, arguments.kv_cache_dtype)
 
 
 def show(document: dict[str, object], picture: Path | None) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kdtree_patch import tiles
-from kdtree_patch.kernel import VerifyKernel
+from kdtree_patch.kernel import FP8_POOLS, VerifyKernel
 from tests.support.cases import poisoned
 
 
@@ -29,3 +29,12 @@ def kernel(gpu: torch.device, request: pytest.FixtureRequest) -> VerifyKernel:
     if request.param == "hopper" and torch.cuda.get_device_capability(gpu) != (9, 0):
         pytest.skip("the hopper configuration needs compute capability 9.0")
     return poisoned(VerifyKernel.load(gpu, config=request.param))
+
+
+@pytest.fixture(scope="session", params=[(c, pool) for pool in FP8_POOLS for c in tiles.CONFIGS], ids=str)
+def fp8_kernel(gpu: torch.device, request: pytest.FixtureRequest) -> VerifyKernel:
+    """The same for each type of an fp8 pool: `fp8_kernel.pool`."""
+    config, pool = request.param
+    if config == "hopper" and torch.cuda.get_device_capability(gpu) != (9, 0):
+        pytest.skip("the hopper configuration needs compute capability 9.0")
+    return poisoned(VerifyKernel.load(gpu, config=config, pool=pool))

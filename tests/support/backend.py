@@ -75,13 +75,15 @@ def reference_arguments(bed: Bed, call: Call, layer: int = 0) -> dict:
         q=call.q,
         k=call.k,
         v=call.v,
-        kv_pool=bed.pool.kv_buffer[layer],
+        kv_pool=bed.rows(layer),
         qo_indptr=torch.arange(len(lengths) + 1) * bed.q_len,
         kv_indptr=_offsets(lengths),
         kv_indices=torch.cat(call.prefix_slots),
         custom_mask=call.custom_mask,
         mask_indptr=_offsets(bed.q_len * (lengths + bed.q_len)),
         scale=bed.layers[layer].scaling,
+        k_scale=bed.layers[layer].k_scale_float or 1.0,
+        v_scale=bed.layers[layer].v_scale_float or 1.0,
     )
 
 

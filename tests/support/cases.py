@@ -12,7 +12,7 @@ import torch
 
 from kdtree_patch import tiles
 from kdtree_patch.demo_backend import tree
-from kdtree_patch.kernel import VerifyKernel, host_launcher
+from kdtree_patch.kernel import FP8_POOLS, VerifyKernel, host_launcher
 
 from .reference import attention
 
@@ -37,6 +37,8 @@ class Case:
     mask_indptr: torch.Tensor | None
     q_len: int
     scale: float
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def launch(self, kernel: VerifyKernel) -> torch.Tensor:
         kernel.launch(
@@ -51,6 +53,8 @@ class Case:
             self.mask_indptr,
             self.q_len,
             self.scale,
+            self.k_scale,
+            self.v_scale,
         )
         return self.out
 
@@ -63,10 +67,12 @@ def poisoned(kernel: VerifyKernel) -> VerifyKernel:
     return kernel
 
 
-def host_kernel(library: Path, seed: int = 0, workers: int = 5, config: str = "portable") -> VerifyKernel:
+def host_kernel(
+    library: Path, seed: int = 0, workers: int = 5, config: str = "portable", pool: torch.dtype | None = None
+) -> VerifyKernel:
     """The CPU build with blocks, warps and lanes run in the order that `seed` gives, and a grid of `workers` blocks."""
     launcher = host_launcher(library, seed)
-    return poisoned(VerifyKernel(torch.device("cpu"), launcher, workers, "host", tiles.CONFIGS[config]))
+    return poisoned(VerifyKernel(torch.device("cpu"), launcher, workers, "host", tiles.CONFIGS[config], pool))
 
 
 def make_case(
@@ -86,14 +92,18 @@ def make_case(
     mask_indptr_dtype: torch.dtype = torch.int64,
     slack: int = 0,
     extra_slots: int = 7,
+    pool: torch.dtype | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Case:
     """A batch with one prefix length a request: N(0, 1) inputs, scattered slots, NaN in every slot that no request owns
     and in the output.
 
     mask is "tree", "none" (a causal chain) or "zero_row" (a tree whose draft 1 sees nothing). `slack` appends that many
     stale entries to the mask and to kv_indices, as the persistent buffers under CUDA graphs have. Strides are as SGLang
-    passes them: contiguous.
+    passes them: contiguous. An fp8 `pool` holds keys that are N(0, 1) once they are multiplied by k_scale.
     """
+    assert pool is None or pool in FP8_POOLS
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     bs = len(prefixes)
     total = sum(prefixes)
@@ -129,7 +139,7 @@ def make_case(
         q=q.to(dtype).to(device),
         k_extend=k_extend.to(dtype).to(device),
         out=torch.full((tokens, heads, 512), float("nan"), dtype=dtype, device=device),
-        kv_pool=kv_pool.to(dtype).to(device),
+        kv_pool=(kv_pool / k_scale).to(pool or dtype).to(device),
         qo_indptr=(torch.arange(bs + 1) * q_len).to(qo_dtype).to(device),
         kv_indptr=ends.to(kv_indptr_dtype).to(device),
         kv_indices=indices.to(device),
@@ -137,6 +147,8 @@ def make_case(
         mask_indptr=mask_indptr,
         q_len=q_len,
         scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -154,7 +166,7 @@ def padded(case: Case, requests: int) -> Case:
 
     tokens = case.out.shape[0] + extra
     pool = case.kv_pool.clone()
-    pool[0] = 0.5
+    as_bytes(pool)[0] = 0.5 if pool.itemsize > 1 else 0x30  # 0.5 of e4m3, 0.125 of e5m2
     # The stale ends of kv_indices and of the mask come after the live part, and so does the padding.
     live_indices = case.kv_indices[: int(case.kv_indptr[-1])]
     mask, mask_indptr = case.custom_mask, case.mask_indptr
@@ -206,6 +218,18 @@ def on_pages(case: Case, page_size: int) -> Case:
     )
 
 
+def with_pool(case: Case, pool: torch.dtype | None, k_scale: float = 0.5, v_scale: float = 0.25) -> Case:
+    """The case with an fp8 pool that holds the same keys; None changes nothing."""
+    if pool is None:
+        return case
+    return replace(case, kv_pool=(case.kv_pool / k_scale).to(pool), k_scale=k_scale, v_scale=v_scale)
+
+
+def as_bytes(pool: torch.Tensor) -> torch.Tensor:
+    """A pool of fp8 as bytes, whose rows every torch can read and write; another one as it is."""
+    return pool.view(torch.uint8) if pool.itemsize == 1 else pool
+
+
 def in_high_slots(case: Case) -> Case:
     """The same prefixes in slots whose element offsets do not fit 31 bits, the first of which is 3,728,271.
 
@@ -213,7 +237,7 @@ def in_high_slots(case: Case) -> Case:
     """
     slots = 3_728_280 + torch.arange(len(case.kv_indices), device=case.q.device)
     pool = torch.empty(int(slots[-1]) + 1, 1, HEAD_DIM, dtype=case.kv_pool.dtype, device=case.q.device)
-    pool[slots] = case.kv_pool[case.kv_indices]
+    as_bytes(pool)[slots] = as_bytes(case.kv_pool)[case.kv_indices]
     return replace(case, kv_pool=pool, kv_indices=slots.to(case.kv_indices.dtype))
 
 
@@ -268,4 +292,6 @@ def reference(case: Case) -> torch.Tensor:
         custom_mask=case.custom_mask,
         mask_indptr=case.mask_indptr,
         scale=case.scale,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
     )

@@ -1,5 +1,5 @@
-"""python -m tests.support.check_build LIBRARY CONFIGURATION: runs one configuration of a CPU build of the kernel on
-small batches, and prints the first thing that is wrong.
+"""python -m tests.support.check_build LIBRARY CONFIGURATION [POOL]: runs one configuration of a CPU build of the kernel
+on small batches, and prints the first thing that is wrong. POOL is the fp8 pool that the build is for.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from pathlib import Path
 
 import torch
 
-from kdtree_patch.kernel import KernelFault
-from tests.support.cases import LIMIT, Case, host_kernel, in_high_slots, make_case, padded, reference, with_drafts
+from kdtree_patch.kernel import FP8_POOLS, KernelFault
+from tests.support.cases import (
+    LIMIT,
+    Case,
+    host_kernel,
+    in_high_slots,
+    make_case,
+    padded,
+    reference,
+    with_drafts,
+    with_pool,
+)
 from tests.support.reference import rel
 
 
-def batches(seed: int) -> Iterator[tuple[str, Case]]:
+def batches(seed: int, pool: torch.dtype | None) -> Iterator[tuple[str, Case]]:
     """Small batches that between them use every part of the kernel, and a name for each."""
     for name, case in (
         # First, while all of the workspace says that there are cuts.
@@ -38,31 +48,31 @@ def batches(seed: int) -> Iterator[tuple[str, Case]]:
         # Scores that rise with the column raise the running maxima more than once.
         for start, end in itertools.pairwise(case.kv_indptr.tolist()):
             case.kv_pool[case.kv_indices[start:end]] *= torch.linspace(0.5, 1.5, end - start).half()[:, None, None]
-        yield name, case
-    yield "high slots", in_high_slots(make_case([40], 3, 2, seed=seed))
+        yield name, with_pool(case, pool)
+    yield "high slots", in_high_slots(with_pool(make_case([40], 3, 2, seed=seed), pool))
     negative = make_case([70, 9], 4, 8, seed=seed)
     negative.q.abs_()
     negative.kv_pool.abs_().neg_()
     negative.k_extend.abs_().neg_()
-    yield "scores that are all negative", negative
+    yield "scores that are all negative", with_pool(negative, pool)
     # A worker goes from its items to those of others.
     strange = make_case([70] * 12, 1, 8, seed=seed)
     strange.kv_pool[strange.kv_indices[0]] = torch.nan
-    yield "a request of NaN before others", strange
+    yield "a request of NaN before others", with_pool(strange, pool)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
 
 
-def problems(library: Path, config: str) -> Iterator[str]:
+def problems(library: Path, config: str, pool: torch.dtype | None) -> Iterator[str]:
     """What is wrong: in two orders of execution, one kernel object for all batches, so that old workspace is there."""
     for order, workers in (
         (0, 5),
         (5, 30),
     ):  # 30: an item in more splits than combine has groups, and warps that share them
-        kernel = host_kernel(library, order, workers, config)
-        for name, case in batches(order):
+        kernel = host_kernel(library, order, workers, config, pool)
+        for name, case in batches(order, pool):
             try:
                 out, right = case.launch(kernel), reference(case)
                 if not torch.equal(out.isnan(), right.isnan()):
@@ -80,5 +90,6 @@ def problems(library: Path, config: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for problem in itertools.islice(problems(Path(sys.argv[1]), sys.argv[2]), 1):
+    of_pool = next((pool for pool, name in FP8_POOLS.items() if name in sys.argv[3:]), None)
+    for problem in itertools.islice(problems(Path(sys.argv[1]), sys.argv[2], of_pool), 1):
         print(problem)

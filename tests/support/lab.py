@@ -51,12 +51,16 @@ class Trial:
     around: str = "plain"
     layer: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    kv_dtype: torch.dtype | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
 
     @property
     def backend(self) -> dict[str, Any]:
         """The arguments of `build`: trials that agree in them go to one and the same backend."""
         names = ("heads", "q_len", "layers", "max_bs", "max_context", "pool_slots", "poison", "page_size", "around")
-        return {name: getattr(self, name) for name in names}
+        pool = ("kv_dtype", "k_scale", "v_scale")
+        return {name: getattr(self, name) for name in (*names, *pool)}
 
 
 @dataclass

@@ -31,7 +31,8 @@ def run(trial: Trial) -> Outcome:
     call = backend.verify_batch(bed, trial.prefixes, trial.seed, trial.mask)
     last = trial.layers - 1
     arguments = backend.reference_arguments(bed, call, last)
-    arguments["kv_pool"] = arguments["kv_pool"].clone()
+    pool = arguments["kv_pool"]
+    arguments["kv_pool"] = pool.clone() if pool.itemsize > 1 else pool.float()  # fp8 cannot be pickled
 
     before = hook.counts()
     with CountStores(bed.pool) as stores:
