@@ -380,11 +380,15 @@ def test_wrong_result_of_a_run_is_kept_and_found(
     assert bench_report.read_run(path)["rows"][0]["rel"] is None
 
 
-def test_full_disk_costs_no_figure_of_a_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_costs_no_figure_of_a_run(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
     Machine(monkeypatch)
-    status, output, error = command("--shapes", "1,9,8,21", "--json", "/dev/full")
+    monkeypatch.setattr(Path, "write_text", full)
+    status, output, error = command("--shapes", "1,9,8,21", "--json", tmp_path / "f.json")
     assert status == 2 and "NVIDIA Paper: us a layer" in output and "ceilings: " in output
-    assert "bench: /dev/full cannot be written: No space left on device; " in error
+    assert f"bench: {tmp_path}/f.json cannot be written: No space left on device; the file is as it was before" in error
 
 
 def test_shape_that_does_not_fit_costs_no_other(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
