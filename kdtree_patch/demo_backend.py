@@ -2,7 +2,8 @@
 
 Everything that computes is SGLang's: `TritonAttnBackend`, `MLATokenToKVPool`, `ReqToTokenPool`, `RadixAttention`
 and the metadata the backend derives from a batch. Only the model runner is a stand-in, because the backend reads no
-more from it than a dozen settings. Whichever release is on the path is used (0.5.12 and 0.5.23 are known to work).
+more from it than a dozen settings. Whichever release is on the path is used: the tests run 0.5.12 and 0.5.23, and it is
+known to work with 0.5.11, 0.5.13 to 0.5.15, 0.5.21 and 0.5.22.
 On a machine without a GPU Triton's interpreter runs the stock kernels (`TRITON_INTERPRET=1` before SGLang is imported).
 
     bed = build(heads=8, max_bs=1, q_len=9, max_context=64)
@@ -33,6 +34,7 @@ SLOTS = 195_012
 
 # From here on the backend expects more around it than plain attributes, and the release's test kit provides that.
 HAS_TEST_KIT = (0, 5, 20)
+HAS_FORWARD_CONTEXT = (0, 5, 13)
 
 
 @dataclass
@@ -326,11 +328,13 @@ def _runner_of_attributes(
 
     # The tensor-parallel groups exist only in a running service.
     triton_backend.get_attention_tp_size = lambda: 1
+    triton_backend.get_parallel = lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_dcp_rank=0)
     requests = ReqToTokenPool(size=max_bs, max_context_len=max_context, device=device, enable_memory_saver=False)
     pool = _kv_pool(pool_slots, layers, kv_dtype, device, page_size)
     server_args = SimpleNamespace(
         speculative_num_draft_tokens=q_len,
         speculative_num_steps=3,
+        speculative_eagle_topk=4,
         triton_attention_num_kv_splits=8,
         triton_attention_split_tile_size=None,
         enable_deterministic_inference=False,
@@ -457,7 +461,7 @@ def _batch_from_the_test_kit(bed: Bed, call: Call, slots: Sequence[torch.Tensor]
 
 
 def _forward_context(bed: Bed) -> Any:
-    if bed.release < HAS_TEST_KIT:
+    if bed.release < HAS_FORWARD_CONTEXT:
         return nullcontext()
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
