@@ -817,8 +817,8 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
         }
         cp_async_commit();
       }
-      load_slots(tile + 1);
       unpack_rounds<0>(tile, stage);
+      load_slots(tile + 1);  // not before: there are no registers to keep them in meanwhile
     } else {
 #pragma unroll
       for (int nth = 0; nth < kChunks; nth++) {
@@ -860,10 +860,27 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     cp_async_wait<kPackedRounds - 1 - ROUND>();
     if (has_packed(ROUND)) {
       const int offset = packed_offset(stage, ROUND);
+      unsigned char *const place = shared + offset, *const other_place = shared + (offset ^ 16);
+      auto load = [&](int i) { return *(const uint4*)(place + i * kRound * 128); };
+      auto unpack = [&](int i, const uint4& packed) {
+        unpack_in_place<Element>(packed, place + i * kRound * 128, other_place + i * kRound * 128, fresh(thread) & 7);
+      };
+      if ((tile + 1) * kTileKeys <= request.prefix) {
+        // Several at once, as a compiler that does not know where the writes go would not.
+        constexpr int kAtOnce = Element::is_bf16 ? 2 : 1;
 #pragma unroll
-      for (int i = 0; i < kThreadKeys; i++)
-        if (is_packed(tile, i))
-          unpack_in_place<Element>(shared + offset + i * kRound * 128, shared + (offset ^ 16) + i * kRound * 128, thread & 7);
+        for (int i = 0; i < kThreadKeys; i += kAtOnce) {
+          uint4 r_packed[kAtOnce];
+#pragma unroll
+          for (int k = 0; k < kAtOnce; k++) r_packed[k] = load(i + k);
+#pragma unroll
+          for (int k = 0; k < kAtOnce; k++) unpack(i + k, r_packed[k]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kThreadKeys; i++)
+          if (is_packed(tile, i)) unpack(i, load(i));
+      }
     }
     constexpr int kPartsBefore = ROUND * 2 / kPartChunks;
     constexpr int kPartsNow = ROUND == kPackedRounds - 1 ? kParts : (ROUND + 1) * 2 / kPartChunks;
