@@ -11,6 +11,13 @@ from kdtree_patch.log import get_logger, set_level
 from tests.support.env import RELEASES
 from tests.support.lab import Lab
 
+try:
+    from hypothesis import settings
+except ImportError:  # an interpreter of a service, for the GPU suite: what needs it is skipped
+    pass
+else:
+    settings.register_profile("night", max_examples=1000)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
