@@ -7,6 +7,8 @@ ARGS ?=
 # Of `make e2e`: GPUs, a rank on each; and an interpreter that has SGLang, instead of .venv/e2e.
 TP ?= 1
 E2E_PYTHON ?=
+# Of `make sanitize`: an interpreter that has torch, cupy and pytest, instead of .venv.
+SANITIZE_PYTHON ?=
 BIN := .venv/bin
 # The release whose CUDA side fits the torch in .venv.
 GPU_SGLANG = $(CURDIR)/.venv/sglang-0.5.23
@@ -27,7 +29,7 @@ override export DEPLOY_UNKNOWN := $(strip $(foreach word,$(filter-out $(DEPLOY_W
 DEPLOY = @PYTHON="$(PYTHON)" deploy/setup.sh && .venv/deploy/bin/python -m deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-deploy e2e bench compat figures deploy status logs rollback undeploy lint format clean
+.PHONY: help setup demo test test-gpu fuzz sanitize soak test-deploy e2e bench compat figures deploy status logs rollback undeploy lint format clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +45,16 @@ test: setup ## the whole CPU test suite
 
 test-gpu: setup ## the GPU test suite (one NVIDIA GPU)
 	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m gpu $(ARGS)
+
+fuzz: setup ## a thousand calls at random, others each time (one NVIDIA GPU)
+	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m gpu tests/gpu/test_fuzz.py --hypothesis-profile=night $(ARGS)
+
+soak: setup ## 200,000 calls of changing shapes (one NVIDIA GPU)
+	PYTHONPATH=$(GPU_SGLANG) $(BIN)/python -m pytest -m soak -s $(ARGS)
+
+sanitize: ## the kernels under compute-sanitizer's four tools (one NVIDIA GPU)
+	$(if $(SANITIZE_PYTHON),,@PYTHON="$(PYTHON)" tools/setup.sh)
+	$(or $(SANITIZE_PYTHON),$(BIN)/python) -m tests.sanitize $(ARGS)
 
 test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (root, Debian)
 	@PYTHON="$(PYTHON)" deploy/setup.sh

@@ -11,18 +11,25 @@ from kdtree_patch.log import get_logger, set_level
 from tests.support.env import RELEASES
 from tests.support.lab import Lab
 
+try:
+    from hypothesis import settings
+except ImportError:  # an interpreter of a service, for the GPU suite: what needs it is skipped
+    pass
+else:
+    settings.register_profile("night", max_examples=1000)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker for the tests of one file, or of one file and one SGLang release: what they share is built once.
-    Mutants share nothing and take ten seconds each: any worker for any of them.
+    Mutants share nothing and take ten seconds each, the fuzz of a configuration a minute: any worker for any of them.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFileAndRelease(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
-            if file.endswith("test_kernel_mutants.py"):
+            if file.endswith(("test_kernel_mutants.py", "tests/test_fuzz.py")):
                 return nodeid
             return file + next((release for release in RELEASES if f"[{release}" in test), "")
 

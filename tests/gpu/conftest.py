@@ -12,7 +12,7 @@ from tests.support.cases import poisoned
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/gpu" in item.path.as_posix():
+        if "tests/gpu" in item.path.as_posix() and item.get_closest_marker("soak") is None:
             item.add_marker(pytest.mark.gpu)
 
 
