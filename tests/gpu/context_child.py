@@ -1,4 +1,4 @@
-"""python -m tests.gpu.context_child STAND-IN: which GPUs have a context, in a process like a HTTP server of SGLang and
+"""python -m tests.gpu.context_child STAND-IN: which GPUs have a context, in a process like an HTTP server of SGLang and
 in a spawned one like rank 1, as a line of JSON: the process and the moment, to a list of device numbers.
 
 Both import the backend (a stand-in with SGLang's signatures) while our `sitecustomize` is in place; rank 1 then goes on
