@@ -241,7 +241,7 @@ __device__ __forceinline__ uint4 unpack_fp8(unsigned first, unsigned second) {
 
 // What this thread has copied to `place` as its `unit`, and has read again: to the queries' type, over it.
 template <class Element>
-__device__ __forceinline__ void unpack_in_place(const uint4& packed, unsigned char* place, unsigned char* other_place, int unit) {
+__device__ __forceinline__ void unpack_in_place(const uint4 packed, unsigned char* place, unsigned char* other_place, int unit) {
   const bool second = packed_line(unit);  // which half of the 32 bytes lies where the packed ones did
   *(uint4*)place = unpack_fp8<Element>(second ? packed.z : packed.x, second ? packed.w : packed.y);
   *(uint4*)other_place = unpack_fp8<Element>(second ? packed.x : packed.z, second ? packed.y : packed.w);
@@ -725,13 +725,11 @@ struct VerifyBlock {
     if (!is_packed(tile)) return;
     unsigned char* const packed = shared + stage * kTileBytes + packed_offset();
     unsigned char* const other = shared + stage * kTileBytes + (packed_offset() ^ 16);
-    uint4 r_packed[(kLines + 1) / 2];  // all of it first, as a compiler that does not know where the writes go would not
 #pragma unroll
-    for (int line = 0; line < kLines; line += 2)
-      if (has_packed(line)) r_packed[line / 2] = *(const uint4*)(packed + line * 128);
-#pragma unroll
-    for (int line = 0; line < kLines; line += 2)
-      if (has_packed(line)) unpack_in_place<Element>(r_packed[line / 2], packed + line * 128, other + line * 128, threadIdx.x & 7);
+    for (int line = 0; line < kLines; line += 2) {
+      unsigned char* const place = packed + line * 128;
+      if (has_packed(line)) unpack_in_place<Element>(*(const uint4*)place, place, other + line * 128, threadIdx.x & 7);
+    }
   }
 
   // A tile of keys into a stage: prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.

@@ -189,7 +189,7 @@ def _compile(gpus: list[dict[str, Any]], pool: str | None) -> list[str]:
     return [f"kernel for {target}: {path}" for target, path in zip(targets, paths, strict=True)]
 
 
-def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str], pool: str | None) -> list[str]:
+def _self_test(release: Path, gpu: dict[str, Any] | None, findings: list[str], pool: str | None = None) -> list[str]:
     if not (release / "kdtree_patch" / "selftest.py").exists():
         return ["self-test left out: this release has none"]
     if gpu is None:
