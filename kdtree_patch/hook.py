@@ -45,11 +45,6 @@ MARK: Final = "_self_kdtree_patch"
 # On an instance: its router. On the instance rather than in a table of ours, so that the two live and die together.
 ROUTER: Final = "_kdtree_router"
 
-TIGHT_GUARD: Final = (
-    "KDTREE_GUARD_REL=%g will trip: with an fp8 KV pool the stock kernel itself rounds queries and weights to fp8, and "
-    "is up to %g off; set it higher"
-)
-
 FP8_TYPES: Final = frozenset(getattr(torch, name) for name in contract.FP8)
 
 Method = Callable[..., Any]
@@ -108,7 +103,11 @@ class Worker:
             routed = torch.compiler.disable(router.__call__)
             if not self._installed:
                 if kernel.pool is not None and (self.settings.guard_rel or math.inf) < FP8_STOCK_REL:
-                    log.get_logger().warning(TIGHT_GUARD, self.settings.guard_rel, FP8_STOCK_REL)
+                    words = (
+                        "KDTREE_GUARD_REL=%g will trip: with an fp8 KV pool the stock kernel itself rounds queries and "
+                        "weights to fp8, and is up to %g off; set it higher"
+                    )
+                    log.get_logger().warning(words, self.settings.guard_rel, FP8_STOCK_REL)
                 log.installed(**facts)
                 self._installed = self._spoken = True
             setattr(backend, ROUTER, router)

@@ -27,6 +27,7 @@ TO_DO = {
     "not_mla": "take the patch off this service's PYTHONPATH",
     "draft_only": "nothing is wrong: the target model's backend says its own line",
     "deterministic": "leave out --enable-deterministic-inference",
+    "context_parallel": "leave out --decode-context-parallel-size, or take the patch off this service's PYTHONPATH",
     "device": "the patch is for NVIDIA GPUs alone",
     "compute_capability": "use another GPU, or take the patch off this host",
     "load_failed": "python -m kdtree_patch doctor --compile tries it; please report it",

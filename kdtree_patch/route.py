@@ -331,7 +331,7 @@ class VerifyRouter:
         if not self.ledger.first((q.shape, slots, bs, q_len, mask is None) if verify else (self.mode, slots)):
             return
         log.get_logger().info(
-            "shapes q=%s kv_buf=%s bs=%d q_len=%d Dl=%d Dr=%d kv_len_max=%s scale=%.5f mask=%s%s",
+            "shapes q=%s kv_buf=%s bs=%d q_len=%d Dl=%d Dr=%d kv_len_max=%s scale=%.5f mask=%s%s%s",
             *(tuple(q.shape), (slots, HEAD_DIM), bs, q_len, LATENT, ROPE),
             # Where the new tokens are counted in, the host's lengths are not those of the prefixes.
             longest_prefix(batch if verify else None, call["kv_indptr"], bs, self._capturing()),

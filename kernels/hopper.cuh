@@ -818,7 +818,6 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
         cp_async_commit();
       }
       unpack_rounds<0>(tile, stage);
-      load_slots(tile + 1);  // not before: there are no registers to keep them in meanwhile
     } else {
 #pragma unroll
       for (int nth = 0; nth < kChunks; nth++) {
@@ -827,8 +826,8 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
         for (int i = 0; i < kThreadKeys; i++) copy(nth_chunk(nth), i);
         if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, nth / kPartChunks));
       }
-      load_slots(tile + 1);
     }
+    load_slots(tile + 1);  // not before: there are no registers to keep them in meanwhile
     tiles++;
   }
 

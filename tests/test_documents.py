@@ -54,6 +54,8 @@ from tools.figures import __main__ as figures
 from tools.figures import layout, tables
 
 ALL = all_documents()
+# Commands of CONTRIBUTING.md are looked at by test_tooling.py; those that CHANGELOG.md speaks of need not be whole.
+OF_USERS = [one for one in ALL if one.name not in ("CONTRIBUTING.md", "CHANGELOG.md")]
 README, OPERATIONS, LIMITS = document("README.md"), document("docs/operations.md"), document("docs/limits.md")
 DEPLOY_TARGETS = ("deploy", "status", "logs", "rollback", "undeploy")
 
@@ -95,6 +97,7 @@ ELSEWHERE = {
     "make test": ".ci/run",  # itself
     "make bench": "tests/test_bench.py::test_run_measures_both_tables",
     'make bench ARGS="--sweep --json F --plot P.png"': "tests/test_bench.py::test_what_is_measured",
+    'make bench ARGS="--modes --json F"': "tests/test_bench_modes.py::test_the_command",
     'make e2e ARGS="--json F --plot P.png"': (
         "tests/test_e2e_command.py::test_the_runs_follow_each_other_and_are_written_down"
     ),
@@ -122,7 +125,7 @@ ELSEWHERE = {
 # Blocks of Python, by their first line: run here, too.
 CODE_RUN_HERE = {"docs/operations.md": "test_the_file_of_the_guard_is_read_and_run_as_the_document_says"}
 
-EVERY_COMMAND = sorted({command for one in ALL for command in one.commands()})
+EVERY_COMMAND = sorted({command for one in OF_USERS for command in one.commands()})
 
 
 def test_every_command_is_run_here_or_has_a_test_that_runs_it() -> None:
@@ -145,7 +148,7 @@ def test_the_test_that_runs_it_is_there(node: str) -> None:
         assert all(re.search(rf"^{command}(?![\w-])", (REPO / file).read_text(), re.MULTILINE) for command in commands)
 
 
-@pytest.mark.parametrize("one", ALL, ids=names(ALL))
+@pytest.mark.parametrize("one", OF_USERS, ids=names(OF_USERS))
 def test_commands_stand_in_fences_that_say_so(one: Document) -> None:
     """Else nobody would find them here."""
     assert {kind for kind, _ in one.fences()} <= {COMMANDS, CODE, TEXT}
@@ -464,8 +467,8 @@ def test_the_workspace_is_as_large_as_the_documents_say() -> None:
         # Two partial results, with a maximum and a sum for each row, and a row of cut_items.
         a_worker[name] = 2 * (largest.partial_bytes + largest.rows * 8) + 16
     small, large = a_worker["portable"], a_worker["hopper"]
-    words = f"about {small / 1e3:.0f} KB a multiprocessor, in the Hopper configuration of {large / 1e3:.0f} KB"
-    assert f"{words} ({small * 132 / 1e6:.0f} and {large * 132 / 1e6:.0f} MB on an H200)" in " ".join(
+    words = f"{small:,} bytes a multiprocessor, in the Hopper configuration of {large:,} (two partial results each;"
+    assert f"{words} {small * 132 / 1e6:.0f} and {large * 132 / 1e6:.0f} MB on an H200)" in " ".join(
         LIMITS.text.split()
     )
 
@@ -582,7 +585,7 @@ def test_the_same_input_gives_the_same_figure(tmp_path: Path) -> None:
 
 def test_make_figures_says_what_it_cannot_use(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "docs" / "results" / "a.json").write_text("{}")
-    assert figures.main(copy) == 1
+    assert figures.main(copy) == 2
     assert "a.json is no" in capsys.readouterr().err
 
 
@@ -594,7 +597,7 @@ def test_a_table_that_is_none_is_said(words: str) -> None:
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(layout.LayoutError, match=r"the pictures of the kernel need g\+\+"):
+    with pytest.raises(NotDone, match=r"install g\+\+"):
         layout.read(REPO)
 
 

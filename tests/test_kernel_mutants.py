@@ -391,8 +391,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_free_wait",
         "a tile is copied over one that is still read",
-        "mbarrier_wait(Base::free(stage, nth / kPartChunks), (tiles >> 1) - 1 & 1);",
-        ";",
+        "if (nth % kPartChunks == 0) wait_until_free(stage, nth / kPartChunks);",
+        "",
     ),
     Mutant(
         "free_parity",
@@ -414,8 +414,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "free_part_too_much",
         "a part of a stage is taken to be free as soon as another one is",
-        "Base::free(stage, nth / kPartChunks)",
-        "Base::free(stage, 0)",
+        "wait_until_free(stage, nth / kPartChunks)",
+        "wait_until_free(stage, 0)",
     ),
     Mutant("slots_ahead", "slots are loaded for another tile", "load_slots(tile + 1);", "load_slots(tile);"),
     Mutant(
@@ -515,7 +515,7 @@ HOPPER_MUTANTS = [
     Mutant(
         "last_sum",
         "the last tile of a piece is not in the sums",
-        "    add_probabilities();\n    Base::wait_until_taken();",
+        "    add_probabilities(last_tile);\n    Base::wait_until_taken();",
         "    Base::wait_until_taken();",
     ),
     Mutant(
@@ -736,8 +736,15 @@ HOPPER_MUTANTS = [
     Mutant(
         "packed_chunk",
         "threads put their part of the second chunk into the first",
-        "(round * 2 + packed_line(unit)) * kChunkBytes",
-        "round * 2 * kChunkBytes",
+        "nth_chunk(round * 2) + packed_line(unit) * kValueChunks;",
+        "nth_chunk(round * 2);",
+        target="host-fp8_e4m3",
+    ),
+    Mutant(
+        "packed_source",
+        "a round copies 128 fp8 that lie one after the other, not those of its two chunks",
+        "packed_line(fresh(thread) & 7) * (kValueChunks - 1) * 64",
+        "0",
         target="host-fp8_e4m3",
     ),
     Mutant(

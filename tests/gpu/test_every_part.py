@@ -21,12 +21,13 @@ from tests.support.check_build import batches
 from tests.support.reference import rel
 
 # The one in slots beyond 2^31 elements has a test of its own: here it would be 4.3 GB to copy.
-BATCHES = {name: case for name, case in batches(0) if name != "high slots"}
+BATCHES = {name: case for name, case in batches(0, None) if name != "high slots"}
+PACKED = {name: case for name, case in batches(0, torch.float8_e4m3fn) if name != "high slots"}
 
 
 def with_workers(kernel: VerifyKernel, workers: int) -> VerifyKernel:
     """The loaded module with another grid, and a workspace in which nothing has been written."""
-    return VerifyKernel(kernel.device, kernel._launcher, workers, kernel.target, kernel.config)
+    return VerifyKernel(kernel.device, kernel._launcher, workers, kernel.target, kernel.config, kernel.pool)
 
 
 def on(device: torch.device, case: Case, dtype: torch.dtype) -> Case:
@@ -35,7 +36,8 @@ def on(device: torch.device, case: Case, dtype: torch.dtype) -> Case:
     for field in fields(case):
         value = getattr(case, field.name)
         if isinstance(value, torch.Tensor):
-            moved[field.name] = (value.to(dtype) if value.is_floating_point() else value).to(device)
+            is_ours = value.is_floating_point() and value.itemsize > 1
+            moved[field.name] = (value.to(dtype) if is_ours else value).to(device)
     return replace(case, **moved)
 
 
@@ -43,7 +45,17 @@ def on(device: torch.device, case: Case, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("workers", [5, 30, None])
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_part(kernel: VerifyKernel, name: str, workers: int | None, dtype: torch.dtype) -> None:
-    batch = on(torch.device("cpu"), BATCHES[name], dtype)
+    check(kernel, BATCHES[name], workers, dtype)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_every_part_with_an_fp8_pool(fp8_kernel: VerifyKernel, name: str) -> None:
+    if fp8_kernel.pool == torch.float8_e4m3fn:
+        check(fp8_kernel, PACKED[name], 5, torch.bfloat16)
+
+
+def check(kernel: VerifyKernel, case: Case, workers: int | None, dtype: torch.dtype) -> None:
+    batch = on(torch.device("cpu"), case, dtype)
     ours = on(kernel.device, batch, dtype).launch(with_workers(kernel, workers or kernel.workers)).cpu()
     right = reference(batch)
     assert torch.equal(ours.isnan(), right.isnan())
