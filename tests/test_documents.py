@@ -369,7 +369,7 @@ def test_every_setting_make_target_and_option_exists(one: Document) -> None:
     assert [option for option in options if option not in sources()] == []
 
 
-@pytest.mark.parametrize("one", ALL, ids=names(ALL))
+@pytest.mark.parametrize("one", OF_USERS, ids=names(OF_USERS))
 def test_commands_between_backticks_are_parsed_too(
     one: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

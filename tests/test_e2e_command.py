@@ -139,7 +139,7 @@ def full(path: Path, text: str) -> None:
 
 
 def test_a_file_that_could_not_be_written_is_status_2(stand_ins: None, tmp_path: Path, monkeypatch, capsys) -> None:
-    def run(fleet: Fleet, record: Record, pairs: object) -> None:
+    def run(fleet: Fleet, record: Record, pairs: object, pool: str | None) -> None:
         monkeypatch.setattr(Path, "write_text", full)
         record.bar("a bar", True, "")
 
@@ -161,7 +161,7 @@ def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path, monkeypatch:
 
 
 def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
-    def interrupted(fleet: Fleet, record: Record, pairs: object) -> None:
+    def interrupted(fleet: Fleet, record: Record, pairs: object, pool: str | None) -> None:
         record.bar("before", True, "")
         command.interrupt(15, None)
 
