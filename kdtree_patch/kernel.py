@@ -8,9 +8,10 @@ compiled by g++, which is how the demo and the tests run without a GPU.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,6 +44,10 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
+
+# Writes a record of them in one go, which costs the host half of what numpy takes. Nothing is between the fields.
+_FORMATS = {np.dtype(np.uint64): "Q", np.dtype(np.int64): "q", np.dtype(np.int32): "i", np.dtype(np.float32): "f"}
+_PACK = struct.Struct("=" + "".join(_FORMATS[PARAMS[name]] for name in PARAMS.names or ())).pack_into
 
 # Workers of the CPU build: enough to cut items, few enough to be quick.
 HOST_WORKERS = 5
@@ -96,8 +101,11 @@ class VerifyKernel:
         self.partial_out = torch.empty(2 * workers * largest.partial_bytes, dtype=torch.uint8, device=device)
         self.partial_stats = torch.empty(2 * workers * largest.rows * 2, dtype=torch.float32, device=device)
         self.cut_items = torch.zeros(workers * 4, dtype=torch.int32, device=device)
-        self._params = np.zeros(1, dtype=PARAMS)
-        self._params_address = self._params.ctypes.data
+        record = np.zeros(PARAMS.itemsize, dtype=np.uint8)
+        self._params, self._params_address = memoryview(record), record.ctypes.data
+        self._workspace = (self.partial_out.data_ptr(), self.partial_stats.data_ptr(), self.cut_items.data_ptr())
+        # Around what is the same for all calls, so that what is looked up by is a few numbers.
+        self._plan = lru_cache(maxsize=4096)(partial(plan_call, config, workers))
         self._one_at_a_time = threading.Lock()
 
     @classmethod
@@ -165,13 +173,10 @@ class VerifyKernel:
         a request, or is None: then the draft tokens are a causal chain. q_len is the longest run of draft tokens of a
         request.
         """
-        heads = q.shape[1]
-        cut = self.config.cut_rows(q_len, heads)
-        bs = qo_indptr.shape[0] - 1
-        plan = plan_call(ELEMENTS[q.dtype], cut, bs, self.workers)
+        heads, bs = q.shape[1], qo_indptr.shape[0] - 1
+        plan = self._plan(q.dtype, q_len, heads, bs)
         size = q.element_size()
         wide = torch.int64
-        # One assignment of the whole record is several times cheaper than one a field.
         record = (
             q.data_ptr(),
             k_extend.data_ptr(),
@@ -182,9 +187,7 @@ class VerifyKernel:
             kv_indices.data_ptr(),
             0 if custom_mask is None or mask_indptr is None else mask_indptr.data_ptr(),
             0 if custom_mask is None else custom_mask.data_ptr(),
-            self.partial_out.data_ptr(),
-            self.partial_stats.data_ptr(),
-            self.cut_items.data_ptr(),
+            *self._workspace,
             q.stride(0) * size,
             q.stride(1) * size,
             k_extend.stride(0) * size,
@@ -193,8 +196,8 @@ class VerifyKernel:
             out.stride(1) * size,
             bs,
             heads,
-            cut.row_blocks,
-            cut.rows_per_block,
+            plan.row_blocks,
+            plan.rows_per_block,
             self.workers,
             (qo_indptr.dtype == wide)
             + 2 * (kv_indptr.dtype == wide)
@@ -208,7 +211,7 @@ class VerifyKernel:
         )
         # Two engines of one process may call from two threads, and there is one record.
         with self._one_at_a_time:
-            self._params[0] = record
+            _PACK(self._params, 0, *record)
             self._launcher(plan.steps, self._params_address)
 
 
@@ -216,21 +219,25 @@ class CallPlan(NamedTuple):
     """What the host decides of a call; the lengths are the device's to look at."""
 
     steps: tuple[Step, Step]
+    row_blocks: int  # a request has at most
+    rows_per_block: int
     fragment_warps: int  # of combine, that share a fragment: 1 or 8
 
 
-@lru_cache(maxsize=4096)
-def plan_call(element: str, cut: tiles.Cut, bs: int, workers: int) -> CallPlan:
+def plan_call(
+    config: tiles.Configuration, workers: int, dtype: torch.dtype, q_len: int, heads: int, bs: int
+) -> CallPlan:
     """The two kernels of a call and their grids: one block a worker, then combine: 32 * row_tiles fragments an item, a
     block for each if an item is likely to be cut into many splits, else a warp. Not a bit of the result depends on it.
     """
+    cut, element = config.cut_rows(q_len, heads), ELEMENTS[dtype]
     variant = cut.variant
     items = bs * cut.row_blocks
     fragment_warps = 8 if workers >= 12 * items else 1
     combine_grid = (variant.row_tiles * 4 * fragment_warps, min(items, workers))
     combine = (variant.combine_name(element), combine_grid, tiles.COMBINE_THREADS, combine_shared_bytes(workers))
     main = (variant.kernel_name(element), (workers, 1), variant.threads, variant.shared_bytes)
-    return CallPlan((main, combine), fragment_warps)
+    return CallPlan((main, combine), cut.row_blocks, cut.rows_per_block, fragment_warps)
 
 
 def combine_shared_bytes(workers: int) -> int:
