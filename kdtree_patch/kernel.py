@@ -101,8 +101,8 @@ class VerifyKernel:
         self.partial_out = torch.empty(2 * workers * largest.partial_bytes, dtype=torch.uint8, device=device)
         self.partial_stats = torch.empty(2 * workers * largest.rows * 2, dtype=torch.float32, device=device)
         self.cut_items = torch.zeros(workers * 4, dtype=torch.int32, device=device)
-        record = np.zeros(PARAMS.itemsize, dtype=np.uint8)
-        self._params, self._params_address = memoryview(record), record.ctypes.data
+        self._params = ctypes.create_string_buffer(PARAMS.itemsize)
+        self._params_address = ctypes.addressof(self._params)
         self._workspace = (self.partial_out.data_ptr(), self.partial_stats.data_ptr(), self.cut_items.data_ptr())
         # Around what is the same for all calls, so that what is looked up by is a few numbers.
         self._plan = lru_cache(maxsize=4096)(partial(plan_call, config, workers))

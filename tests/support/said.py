@@ -29,10 +29,8 @@ HANDED_ON = frozenset(
     }
 )
 # Formats that say what others have made: a layer line, and the failure of something beside a call.
-MADE_ELSEWHERE = {
-    "…": "L… max_abs_diff=… mean=… rel=…",
-    "WARNING … failed: …: …; the call's own result is whole: report it, unless it is memory": None,
-}
+HARMLESS = " failed: …: …; the call's own result is whole: report it, unless it is memory"
+MADE_ELSEWHERE = {"…": "L… max_abs_diff=… mean=… rel=…", f"WARNING …{HARMLESS}": None}
 
 
 def sources() -> list[Path]:
@@ -100,9 +98,7 @@ def lines() -> dict[str, str]:
                         found[other] = path.name
             elif name == "harmlessly":
                 (what,) = _strings(call.args[0])
-                found[
-                    f"WARNING {what} failed: …: …; the call's own result is whole: report it, unless it is memory"
-                ] = path.name
+                found[f"WARNING {what}{HARMLESS}"] = path.name
             elif name == "print" and path.name == "sitecustomize.py":
                 found[form(ast.unparse(call.args[0]).removeprefix("f'[kdtree] ").rstrip("'"))] = path.name
     log = (REPO / "kdtree_patch" / "log.py").read_text()
