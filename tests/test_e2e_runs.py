@@ -224,8 +224,7 @@ def test_requests_one_after_the_other_have_no_window() -> None:
 def run_speed(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, *points: speed.Point, stock_ms: int, patched_ms: int
 ) -> list[str]:
-    monkeypatch.setattr(speed, "PATIENCE", 0.0)
-    monkeypatch.setattr(speed, "LEAST", 1)
+    monkeypatch.setattr(speed, "MOST", 1)
     monkeypatch.setattr(speed, "NEW_TOKENS", 24)
     pairs = [
         dataclasses.replace(
@@ -259,7 +258,7 @@ def test_a_server_that_is_no_faster_misses_them(bed: Bed, monkeypatch: pytest.Mo
     assert "graph 8192,1: 0." in bed.found("nowhere slower")
 
 
-def test_servers_take_turns_and_the_shortest_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_take_turns_until_each_was_as_quick_twice() -> None:
     asked = []
 
     class Stream:
@@ -270,8 +269,7 @@ def test_servers_take_turns_and_the_shortest_window_counts(monkeypatch: pytest.M
             asked.append(self.name)
             return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
 
-    monkeypatch.setattr(speed, "PATIENCE", 0.0)
-    streams = Stream("stock", 9.0, 1.0), Stream("patched", 2.0, 3.0)
+    streams = Stream("stock", 9.0, 1.0, 8.0, 1.02), Stream("patched", 2.0, 3.0, 2.01, 9.0)
     servers: Any = {stream.name: SimpleNamespace(client=stream) for stream in streams}
 
     @contextlib.contextmanager
@@ -281,8 +279,9 @@ def test_servers_take_turns_and_the_shortest_window_counts(monkeypatch: pytest.M
         asked.append("together")
 
     found = speed.measure(servers, [[1]], 21, alone)
-    assert asked == ["alone", "stock", "together", "alone", "patched", "together"] * 2
-    assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 2, 8.0)
+    # After three turns the patched one has been quick twice, after four the stock one as well.
+    assert asked == ["alone", "stock", "together", "alone", "patched", "together"] * 4
+    assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 4, 8.0)
     assert (found["patched"]["step_ms"], found["patched"]["tokens_per_step"]) == (200.0, 2.0)
 
 

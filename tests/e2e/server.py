@@ -203,9 +203,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def alone(self, server: Server) -> Iterator[None]:
-        """All others stand still meanwhile. An idle SGLang server keeps a core busy with asking for work, and whoever
-        shares that core with it is slower by a third.
-        """
+        """All others stand still meanwhile: what they do without being asked would be in somebody's measurement."""
         others = [one for one in self._servers.values() if one is not server]
         try:
             for other in others:

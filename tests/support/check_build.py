@@ -25,6 +25,9 @@ from tests.support.cases import (
 )
 from tests.support.reference import rel
 
+# With an fp8 pool, tiles are copied and scored otherwise; what comes before and behind is the same.
+OF_FP8 = ("reference", "mixed", "a row that sees nothing", "cut", "several row blocks", "more items than workers")
+
 
 def batches(seed: int, pool: torch.dtype | None) -> Iterator[tuple[str, Case]]:
     """Small batches that between them use every part of the kernel, and a name for each."""
@@ -45,6 +48,8 @@ def batches(seed: int, pool: torch.dtype | None) -> Iterator[tuple[str, Case]]:
         ("requests of equal length", make_case([200] * 7, 1, 1, seed=seed)),
         ("more than 64 draft tokens in a row block", make_case([20], 72, 1, seed=seed)),
     ):
+        if pool is not None and name not in OF_FP8:
+            continue
         # Scores that rise with the column raise the running maxima more than once.
         for start, end in itertools.pairwise(case.kv_indptr.tolist()):
             case.kv_pool[case.kv_indices[start:end]] *= torch.linspace(0.5, 1.5, end - start).half()[:, None, None]
