@@ -75,7 +75,7 @@ Launcher = Callable[[Sequence[Step], int], None]
 class VerifyKernel:
     """Attention of the draft tokens of a batch over their requests' prefixes, on one device.
 
-    The workspace (two partial results a worker: 165 KB together, 22 MB on 132 multiprocessors, and in the Hopper
+    The workspace (two partial results a worker: 164 KB together, 22 MB on 132 multiprocessors, and in the Hopper
     configuration 296 KB and 39 MB) is allocated once; its size does not depend on the batch. Calls on one device share
     it, so they must be ordered on one stream, as SGLang's forward passes are.
 

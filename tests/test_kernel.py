@@ -325,8 +325,8 @@ def test_a_device_has_its_own_configuration(monkeypatch, capability, own) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(compiling, "cached_binary", lambda target, cache_dir: target)
     monkeypatch.setattr(kernel_module, "gpu_launcher", lambda *arguments: None)
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
-    monkeypatch.setattr(torch, "zeros", lambda *size, **options: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: SimpleNamespace(data_ptr=lambda: 0))
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: SimpleNamespace(data_ptr=lambda: 0))
     loaded = VerifyKernel.load(torch.device("cuda", 0))
     assert (loaded.config.name, loaded.target) == (own, cubin_target(capability, own))
 
