@@ -503,12 +503,12 @@ def test_others_that_hold_the_lock_are_let_be(tmp_path: Path) -> None:
 def test_the_trip_narrows_the_limit_of_rank_1_alone(tmp_path: Path) -> None:
     """Behind our sitecustomize, as on a server."""
     program = """
-import dataclasses
+import torch
 from kdtree_patch import route
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.settings import Settings
 class Kernel:
-    device = "cpu"
+    device = torch.device("cpu")
 found = []
 route.Both = lambda settings, *more: found.append(settings.guard_rel)
 for rank in (0, 1):
