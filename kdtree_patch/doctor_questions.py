@@ -451,7 +451,8 @@ def _sglang(found: Findings, answer: dict[str, Any], by_plugin: bool) -> str | N
     if "error" in answer:
         # Some releases may ask the GPU something while they are imported.
         missing = "ModuleNotFoundError: No module named 'sglang'" in answer["error"]
-        found.add(group, "import", answer["error"], STOCK if missing else UNKNOWN)
+        hint = ": this is not the service's interpreter, or not its environment" if missing else ""
+        found.add(group, "import", answer["error"] + hint, STOCK if missing else UNKNOWN)
         return None
     found.add(group, "version", f"{answer['version']}, {answer['file']}")
     if by_plugin and not answer["plugins"]:

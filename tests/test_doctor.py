@@ -256,7 +256,7 @@ def test_sglang_that_cannot_be_imported_is_unknown(host: Host, tmp_path: Path, c
 
 def test_no_sglang(host: Host) -> None:
     document = host.says(path=(REPO,))
-    assert_reason(document, "stock", "No module named 'sglang'")
+    assert_reason(document, "stock", "No module named 'sglang'", "this is not the service's interpreter")
 
 
 def test_what_sglang_prints_is_not_ours_and_it_sees_no_gpu(host: Host, tmp_path: Path) -> None:
@@ -298,7 +298,8 @@ def gpus(tmp_path: Path, sglang: Path, *capabilities: tuple[int, int] | None, **
 
 
 def test_host_without_a_driver(host: Host) -> None:
-    assert_reason(host.says(LD_LIBRARY_PATH="/nowhere"), "stock", "NVML", "cannot be loaded")
+    document = host.says(LD_LIBRARY_PATH="/nowhere")
+    assert_reason(document, "stock", "NVML", "cannot be loaded: cannot open shared object file")
 
 
 def test_driver_that_does_not_answer_is_unknown(host: Host) -> None:
