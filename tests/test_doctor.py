@@ -471,6 +471,16 @@ def test_command_line(host: Host, service: tuple[str, ...], verdict: str, said: 
     assert_reason(host.says(service=service), verdict, said)
 
 
+def test_a_guard_that_an_fp8_pool_will_trip_is_said(host: Host) -> None:
+    fp8 = (*OPTIONS, "--kv-cache-dtype", "fp8_e4m3")
+    assert_reason(host.says(service=fp8, KDTREE_GUARD_REL="0.05"), "part", "KDTREE_GUARD_REL=0.05 will trip")
+    assert host.says(service=fp8, KDTREE_GUARD_REL="0.5")["verdict"] == "serve"
+    assert host.says(KDTREE_GUARD_REL="0.05")["verdict"] == "serve"
+    document = host.says(service=fp8, KDTREE_GUARD_REL="0.05", KDTREE_MODE="shadow")
+    assert document["verdict"] == "shadow" and "will trip" in fact(document, "settings", "guard")
+    assert fact(document, "settings", "KDTREE_VALIDATE") == "1 (by KDTREE_MODE=shadow)"
+
+
 def test_model_without_latent_attention(host: Host, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
     assert_reason(host.says(service=(*OPTIONS, "--model", str(tmp_path))), "stock", "not_mla")
