@@ -302,6 +302,16 @@ def test_host_without_a_driver(host: Host) -> None:
     assert_reason(document, "stock", "NVML", "cannot be loaded: cannot open shared object file")
 
 
+def test_a_guard_that_an_fp8_pool_will_trip_is_said(host: Host) -> None:
+    fp8 = (*OPTIONS, "--kv-cache-dtype", "fp8_e4m3")
+    assert_reason(host.says(service=fp8, KDTREE_GUARD_REL="0.05"), "part", "KDTREE_GUARD_REL=0.05 will trip")
+    assert host.says(service=fp8, KDTREE_GUARD_REL="0.5")["verdict"] == "serve"
+    assert host.says(KDTREE_GUARD_REL="0.05")["verdict"] == "serve"
+    document = host.says(service=fp8, KDTREE_GUARD_REL="0.05", KDTREE_MODE="shadow")
+    assert document["verdict"] == "shadow" and "will trip" in fact(document, "settings", "guard")
+    assert fact(document, "settings", "KDTREE_VALIDATE") == "1 (by KDTREE_MODE=shadow)"
+
+
 def test_driver_that_does_not_answer_is_unknown(host: Host) -> None:
     fake_nvml(Path(host.drivers), [(9, 0)], init=18, name=nvml.LIBRARY)
     assert_reason(host.says(), "unknown", "nvmlInit_v2 answers 18")
@@ -469,16 +479,6 @@ def test_what_compile_and_self_test_find(
 )
 def test_command_line(host: Host, service: tuple[str, ...], verdict: str, said: str) -> None:
     assert_reason(host.says(service=service), verdict, said)
-
-
-def test_a_guard_that_an_fp8_pool_will_trip_is_said(host: Host) -> None:
-    fp8 = (*OPTIONS, "--kv-cache-dtype", "fp8_e4m3")
-    assert_reason(host.says(service=fp8, KDTREE_GUARD_REL="0.05"), "part", "KDTREE_GUARD_REL=0.05 will trip")
-    assert host.says(service=fp8, KDTREE_GUARD_REL="0.5")["verdict"] == "serve"
-    assert host.says(KDTREE_GUARD_REL="0.05")["verdict"] == "serve"
-    document = host.says(service=fp8, KDTREE_GUARD_REL="0.05", KDTREE_MODE="shadow")
-    assert document["verdict"] == "shadow" and "will trip" in fact(document, "settings", "guard")
-    assert fact(document, "settings", "KDTREE_VALIDATE") == "1 (by KDTREE_MODE=shadow)"
 
 
 def test_model_without_latent_attention(host: Host, tmp_path: Path) -> None:
