@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import runpy
@@ -27,7 +28,7 @@ from kdtree_patch import __version__, boot, cache, nvml, service_options, tiles
 from kdtree_patch import compile as compiling
 from kdtree_patch.service_command import Command, Refused, is_file, python_path_problem, read_head, unwrap
 from kdtree_patch.service_options import Mode, Model
-from kdtree_patch.settings import VARIABLES, SettingError, Settings
+from kdtree_patch.settings import FP8_STOCK_REL, VARIABLES, SettingError, Settings
 
 # What a fact means for verify calls. All that is neither is plain or, with `ok`, as it should be.
 OK, STOCK, PART, UNKNOWN = "ok", "stock", "part", "unknown"
@@ -70,8 +71,8 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
     environ = _as_started(command, environ)
     _interpreter(found, command)
     by_plugin = _doors(found, command, environ)
-    settings = _settings(found, environ)
     pool = service_options.fp8_pool(command) if command else None
+    settings = _settings(found, environ, pool)
     gpus, targets = _gpus(found, settings, environ, pool)
     order = _order(targets, settings)
     with tempfile.TemporaryDirectory() as scratch:
@@ -268,7 +269,7 @@ def _plugin(environ: Mapping[str, str]) -> str | None:
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def _settings(found: Findings, environ: Mapping[str, str]) -> Settings | None:
+def _settings(found: Findings, environ: Mapping[str, str], pool: str | None) -> Settings | None:
     group = "settings"
     settings = None
     try:
@@ -281,10 +282,16 @@ def _settings(found: Findings, environ: Mapping[str, str]) -> Settings | None:
             found.add(group, name, f"{given} (environment)")
         elif settings is not None:
             value = getattr(settings, name.removeprefix("KDTREE_").lower())
-            found.add(group, name, f"{_as_written(value)} (default)")
+            shadow = name == "KDTREE_VALIDATE" and settings.mode == "shadow"
+            found.add(group, name, f"{_as_written(value)} ({'by KDTREE_MODE=shadow' if shadow else 'default'})")
     if settings is not None and settings.cache_dir is None:
         with contextlib.suppress(OSError):
             found.add(group, "cache", cache.default_directory())
+    if settings is not None and pool is not None and (settings.guard_rel or math.inf) < FP8_STOCK_REL:
+        why = (
+            f"KDTREE_GUARD_REL={settings.guard_rel:g} will trip: with an fp8 KV pool the stock kernel itself is up to "
+        )
+        found.add(group, "guard", f"{why}{FP8_STOCK_REL:g} off: set it higher", PART if settings.mode == "on" else "")
     if settings is not None and settings.mode == "off":
         found.add(group, "mode", "KDTREE_MODE=off", STOCK)
     return settings
@@ -451,7 +458,8 @@ def _sglang(found: Findings, answer: dict[str, Any], by_plugin: bool) -> str | N
     if "error" in answer:
         # Some releases may ask the GPU something while they are imported.
         missing = "ModuleNotFoundError: No module named 'sglang'" in answer["error"]
-        found.add(group, "import", answer["error"], STOCK if missing else UNKNOWN)
+        hint = ": this is not the service's interpreter, or not its environment" if missing else ""
+        found.add(group, "import", answer["error"] + hint, STOCK if missing else UNKNOWN)
         return None
     found.add(group, "version", f"{answer['version']}, {answer['file']}")
     if by_plugin and not answer["plugins"]:

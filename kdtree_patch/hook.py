@@ -33,8 +33,7 @@ import wrapt
 from kdtree_patch import __version__, contract, log, metrics
 from kdtree_patch.ledger import Ledger, is_fatal
 from kdtree_patch.route import Kernel, VerifyRouter
-from kdtree_patch.settings import Settings
-from kdtree_patch.validate import FP8_STOCK_REL
+from kdtree_patch.settings import FP8_STOCK_REL, Settings
 
 if TYPE_CHECKING:
     from kdtree_patch.compile import CompileJob

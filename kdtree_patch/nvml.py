@@ -49,7 +49,8 @@ def gpus(library: str = LIBRARY, details: bool = False) -> tuple[list[Gpu], str 
     try:
         nvml = ctypes.CDLL(library)
     except OSError as error:
-        raise NvmlMissing(f"{library} cannot be loaded: {error}") from None
+        # dlopen begins with the name, too.
+        raise NvmlMissing(f"{library} cannot be loaded: {str(error).removeprefix(f'{library}: ')}") from None
     _call(nvml, "nvmlInit_v2")
     try:
         count = ctypes.c_uint(0)

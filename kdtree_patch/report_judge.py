@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import TypeVar
 
 from kdtree_patch.report_tally import SLOTS, Cell, Event, Log, Rank, Spread
+
+_T = TypeVar("_T")
 
 # rel that is not rounding. bf16 rounds to about 2e-3 and fp16 to 2e-4; `make deploy` refuses a service above the same.
 LIMIT = 0.02
@@ -465,7 +468,7 @@ def _by_shape(left: Sequence[One]) -> Finding | None:
         return Finding(
             "batch_size",
             f"wrong at {one} {_listed(bad_sizes)} alone, right at {_listed(good_sizes)}",
-            _shape_lines(medians),
+            _shape_lines(medians, bad),
             [
                 "pointer arrays: qo_indptr and kv_indptr have bs + 1 entries, mask_indptr is used as bs starts",
                 "offsets from the second request on: each mask has its own row stride, prefix + q_len of that request",
@@ -492,13 +495,27 @@ def _curve(
     return (curve[0], curve[-1]) if steady and sum(later > 1.2 * earlier for earlier, later in pairs) >= steps else None
 
 
-def _shape_lines(medians: dict[tuple[int, int, int | None], float], most: int = 8) -> list[str]:
+def _shape_lines(
+    medians: dict[tuple[int, int, int | None], float], bad: Iterable[tuple[int, int, int | None]] = (), most: int = 8
+) -> list[str]:
+    """Eight shapes at most, from the first to the last: four of `bad`, if there are some, and four of the rest."""
     rows = sorted(medians.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1]))
+    wrong = set(bad)
+    groups = [[row for row in rows if row[0] in wrong], [row for row in rows if row[0] not in wrong]]
+    room = most // 2 if all(groups) else most
     lines = [
         f"bs {bs}, q_len {q_len}, prefix {'?' if prefix is None else f'{prefix:,}'}: rel {median:.1e}"
-        for (bs, q_len, prefix), median in rows
+        for group in groups
+        for (bs, q_len, prefix), median in _spread_out(group, room)
     ]
-    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+    return lines + ([f"and {len(rows) - len(lines)} more"] if len(rows) > len(lines) else [])
+
+
+def _spread_out(rows: Sequence[_T], most: int) -> list[_T]:
+    """At most so many of them, evenly, with both ends."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,16 +105,31 @@ class _Screen:
                 print(" ", "  ".join([*cells, row[-1]]).rstrip())
             return
         from rich import table as rich_table
+        from rich.cells import cell_len
         from rich.text import Text
 
-        table = rich_table.Table(box=None, padding=(0, 1))
+        room = self._console.width
+        columns = list(zip(headings, *rows, strict=True))
+        needed = _needed(columns, cell_len)
+        if needed > room:
+            columns = [column for column in columns if any(cell != "-" for cell in column[1:])]
+            headings, *rows = zip(*columns, strict=True)
+            needed = _needed(columns, cell_len)
+        # rich would cut figures to make a table fit: 2.05e-03 to 2.05e-0. The terminal wraps, and loses nothing.
+        table = rich_table.Table(box=None, padding=(0, 1), width=needed if needed > room else None)
         for heading in headings:
             last = heading is headings[-1]
             table.add_column(heading, justify="left" if last else "right", no_wrap=not last, overflow="fold")
         for row in rows:
             bad = row[-1].startswith("! ")
             table.add_row(*(Text(cell, style="bold red" if bad else "") for cell in row))
-        self._console.print(table)
+        self._console.print(table, crop=False)
+
+
+def _needed(columns: Sequence[Row], length: Callable[[str], int], last: int = 20) -> int:
+    """Terminal columns of a table with all but its last column whole; that one may fold at `last`."""
+    widths = [max(map(length, column)) for column in columns]
+    return sum(widths[:-1]) + min(widths[-1], last) + 2 * len(widths)
 
 
 def tables(report: Report) -> list[Table]:

@@ -256,7 +256,7 @@ def test_sglang_that_cannot_be_imported_is_unknown(host: Host, tmp_path: Path, c
 
 def test_no_sglang(host: Host) -> None:
     document = host.says(path=(REPO,))
-    assert_reason(document, "stock", "No module named 'sglang'")
+    assert_reason(document, "stock", "No module named 'sglang'", "this is not the service's interpreter")
 
 
 def test_what_sglang_prints_is_not_ours_and_it_sees_no_gpu(host: Host, tmp_path: Path) -> None:
@@ -298,7 +298,18 @@ def gpus(tmp_path: Path, sglang: Path, *capabilities: tuple[int, int] | None, **
 
 
 def test_host_without_a_driver(host: Host) -> None:
-    assert_reason(host.says(LD_LIBRARY_PATH="/nowhere"), "stock", "NVML", "cannot be loaded")
+    document = host.says(LD_LIBRARY_PATH="/nowhere")
+    assert_reason(document, "stock", "NVML", "cannot be loaded: cannot open shared object file")
+
+
+def test_a_guard_that_an_fp8_pool_will_trip_is_said(host: Host) -> None:
+    fp8 = (*OPTIONS, "--kv-cache-dtype", "fp8_e4m3")
+    assert_reason(host.says(service=fp8, KDTREE_GUARD_REL="0.05"), "part", "KDTREE_GUARD_REL=0.05 will trip")
+    assert host.says(service=fp8, KDTREE_GUARD_REL="0.5")["verdict"] == "serve"
+    assert host.says(KDTREE_GUARD_REL="0.05")["verdict"] == "serve"
+    document = host.says(service=fp8, KDTREE_GUARD_REL="0.05", KDTREE_MODE="shadow")
+    assert document["verdict"] == "shadow" and "will trip" in fact(document, "settings", "guard")
+    assert fact(document, "settings", "KDTREE_VALIDATE") == "1 (by KDTREE_MODE=shadow)"
 
 
 def test_driver_that_does_not_answer_is_unknown(host: Host) -> None:

@@ -94,6 +94,9 @@ RUN_HERE = {
 # What needs a GPU, a host or minutes: the test that runs the same.
 ELSEWHERE = {
     "make demo": "tests/test_demo.py::test_reference_case",
+    'make demo ARGS="--plot demo.png"': (
+        "tests/test_demo.py::test_a_table_fills_up_on_a_terminal_and_a_picture_is_drawn"
+    ),
     "make test": ".ci/run",  # itself
     "make bench": "tests/test_bench.py::test_run_measures_both_tables",
     'make bench ARGS="--sweep --json F --plot P.png"': "tests/test_bench.py::test_what_is_measured",

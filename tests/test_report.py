@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,26 @@ def test_some_batch_sizes(wrong: float) -> None:
     assert found.code == "batch_size"
     assert found.title == "wrong at batch sizes 4, 8 alone, right at 1, 2, 3"
     assert "pointer arrays" in found.check[0] and "mask_indptr" in found.check[0]
+
+
+def test_many_shapes_are_shown_from_first_to_last_and_the_wrong_ones_among_them() -> None:
+    prefixes = range(20, 420, 20)
+    lines = list(map(installed, range(RANKS)))
+    for bs, rel in ((1, BF16), (3, 0.8), (2, BF16)):
+        for prefix in prefixes:
+            lines += [shapes(bs, prefix), *steps(lambda *_: rel, 1)]  # noqa: B023 - called at once
+    found = the_one(*lines)
+    assert found.code == "batch_size" and found.seen[-1] == f"and {3 * len(prefixes) - 8} more"
+    wrong, right = found.seen[:4], found.seen[4:8]
+    assert all(line.startswith("bs 3,") for line in wrong) and "prefix 20:" in wrong[0] and "prefix 400:" in wrong[-1]
+    assert right[0].startswith("bs 1, q_len 9, prefix 20:") and right[-1].startswith("bs 2, q_len 9, prefix 400:")
+
+    lines = list(map(installed, range(RANKS)))
+    for prefix in prefixes:
+        lines += [shapes(1, prefix), *steps(lambda *_: prefix * 1e-3, 1)]  # noqa: B023 - called at once
+    found = the_one(*lines)
+    assert found.code == "context" and len(found.seen) == 9
+    assert "prefix 20:" in found.seen[0] and "prefix 400:" in found.seen[7]
 
 
 def test_large_batch_sizes_with_longer_prefixes() -> None:
@@ -566,6 +587,20 @@ def test_colours_only_on_a_terminal(bad: Path) -> None:
     assert process.wait(60) == 1 and b"\x1b[1;31m1 finding" in shown
     piped = subprocess.run(words, cwd=REPO, env=env, capture_output=True, timeout=60)
     assert piped.returncode == 1 and b"\x1b" not in piped.stdout + piped.stderr
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_no_figure_is_cut_on_a_narrow_terminal(
+    command: Command, bad: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    piped = command(bad)[1].splitlines()
+    for name, value in (("TERM", "xterm"), ("COLUMNS", str(width)), ("FORCE_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", command(bad)[1]).splitlines()
+    for name in (*(f"rank {rank}" for rank in range(RANKS)), *(f"L{number}" for number in range(LAYERS))):
+        whole, here = (next(line for line in lines if f" {name} " in line[:10]) for lines in (piped, shown))
+        figures = [word for word in whole.split() if re.fullmatch(r"[0-9.,e+-]+", word) and word != "-"]
+        assert figures and [word for word in figures if word not in here.split()] == []
 
 
 def test_reader_that_has_gone_is_no_finding(good: Path) -> None:
