@@ -121,7 +121,7 @@ def _options(found: Findings, command: Command | None, release: str | None, sett
     model = Model.at(path) if path else None
     group = "command line"
     if path:
-        about = "no config.json there: whether it has MLA, and how many heads, is unknown here"
+        about = "no config.json there that can be read: whether it has MLA, and how many heads, is unknown here"
         if model is not None:
             heads = service_options.heads_a_rank(command, model)
             about = f"latent {model.latent}, rope {model.rope}, {model.heads} heads, {heads or 'unknown'} a rank"
