@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kdtree_patch import __version__, boot, cache, nvml, service_options, tiles
 from kdtree_patch import compile as compiling
+from kdtree_patch.exits import printable
 from kdtree_patch.service_command import Command, Refused, is_file, python_path_problem, read_head, unwrap
 from kdtree_patch.service_options import Mode, Model
 from kdtree_patch.settings import VARIABLES, SettingError, Settings
@@ -55,7 +56,7 @@ class Findings:
     contract: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, group: str, name: str, value: object, effect: str = "") -> None:
-        self.groups.setdefault(group, []).append(Fact(name, " ".join(str(value).split()), effect))
+        self.groups.setdefault(group, []).append(Fact(name, printable(" ".join(str(value).split())), effect))
 
     def with_effect(self, effect: str) -> list[Fact]:
         return [fact for facts in self.groups.values() for fact in facts if fact.effect == effect]
@@ -133,7 +134,8 @@ def _options(found: Findings, command: Command | None, release: str | None, sett
         found.add(group, judgement.reason, judgement.why, STOCK if judgement.effect == STOCK else UNKNOWN)
     if not judgements:
         found.add(group, "options", "verify calls go to triton, and nothing in the options is against them", OK)
-    found.modes = service_options.forward_modes(command, judgements, model, (settings or Settings()).forward_modes)
+    modes = service_options.forward_modes(command, judgements, model, (settings or Settings()).forward_modes)
+    found.modes = [replace(mode, backend=printable(mode.backend), why=printable(mode.why)) for mode in modes]
 
 
 # ------------------------------------------------------------------------------------------------------ the interpreter
