@@ -360,7 +360,8 @@ def _order(targets: Mapping[int, str], settings: Settings | None) -> dict[str, A
 def _packages(found: Findings, answer: dict[str, Any], targets: Mapping[int, str]) -> None:
     group = "packages"
     if "error" in answer:
-        found.add(group, "packages", answer["error"], UNKNOWN)
+        which = "import wrapt and cupy with this interpreter to see which of them it is"
+        found.add(group, "packages", f"{answer['error']}; what there is, is unknown: {which}", UNKNOWN)
         return
     for name in ("torch", "numpy", "wrapt", "cupy", "NVRTC"):
         one = answer.get(name)
@@ -429,7 +430,10 @@ def torch_facts() -> dict[str, Any]:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return {"error": "torch is missing: this is not the service's interpreter, or not its environment"}
-    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    file = Path(spec.origin).with_name("version.py")
+    if not file.is_file():
+        return {"error": f"{file.parent} is no whole torch, it has no version.py: install torch again, or take it away"}
+    values = runpy.run_path(str(file))
     return {"version": str(values.get("__version__")), "cuda": values.get("cuda"), "file": spec.origin}
 
 

@@ -481,6 +481,20 @@ def test_wrong_usage(host: Host) -> None:
     assert process.returncode == 2 and output == "" and "--jason" in error
 
 
+@pytest.mark.parametrize("code", ["raise SystemExit('boo')", "import os; os._exit(7)"])
+def test_package_that_ends_whoever_imports_it(host: Host, tmp_path: Path, code: str) -> None:
+    (tmp_path / "cupy.py").write_text(code)
+    document = host.says(path=(REPO, host.sglang, tmp_path))
+    assert_reason(document, "unknown", "packages: ", "import wrapt and cupy with this interpreter")
+
+
+def test_torch_without_its_version(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    document = host.says(path=(REPO, host.sglang, tmp_path))
+    assert_reason(document, "stock", "torch: ", f"{tmp_path}/torch is no whole torch")
+
+
 # ------------------------------------------------------------------------------------------------------ what is printed
 
 

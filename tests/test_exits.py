@@ -96,6 +96,7 @@ NOT_DONE = [
     ("kdtree report $D/loop", "Too many levels of symbolic links", NOTHING, "name a log"),
     ("kdtree report /proc/self/mem", "cannot be read: Input/output error", "nothing has been judged", "copy"),
     ("kdtree report $D/zipped.log", "zipped.log is compressed", NOTHING, "zcat"),
+    ("kdtree report - <$D/zipped.log", "standard input is compressed", NOTHING, "put zcat before it: ... | zcat | "),
     ("kdtree report - <&-", "standard input is closed", NOTHING, "journalctl"),
     ("kdtree report - - </dev/null", "can be read once", NOTHING, "name it once"),
     ("kdtree report $'a\\e[2Jb'", r"a\x1b[2Jb cannot be read", NOTHING, "name a log"),
