@@ -559,26 +559,34 @@ class _Child:
         path += [str(vendor)] if vendor.is_dir() else []
         words = json.dumps({"root": str(HERE), "path": path, "question": question, **(order or {})})
         environment = compiling.child_environment() | variables  # hides the GPUs
-        self._process = subprocess.Popen(
-            [sys.executable, *compiling.interpreter_flags(), "-c", _CHILD, words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
+        self._refused = ""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *compiling.interpreter_flags(), "-c", _CHILD, words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:  # a limit of processes, of memory, of the length of words
+            self._refused = str(error.strerror)
 
     def __enter__(self) -> _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def answer(self) -> dict[str, Any]:
         """What it said; `error` if it could not."""
+        if self._process is None:
+            return {"error": f"no process could be started ({self._refused})"}
         try:
             output, error = self._process.communicate(timeout=CHILD_SECONDS)
         except subprocess.TimeoutExpired:

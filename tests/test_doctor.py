@@ -488,6 +488,14 @@ def test_package_that_ends_whoever_imports_it(host: Host, tmp_path: Path, code: 
     assert_reason(document, "unknown", "packages: ", "import wrapt and cupy with this interpreter")
 
 
+def test_processes_that_cannot_be_started(host: Host) -> None:
+    """Here because the words are too long; it might be the limit of processes, too."""
+    many = [Path(f"/nonexistent/{number:05}") for number in range(6000)]
+    document = host.says(path=(REPO, host.sglang, *many))
+    assert_reason(document, "unknown", "packages: no process could be started (Argument list too long)")
+    assert "no process could be started" in fact(document, "SGLang", "import")
+
+
 def test_torch_without_its_version(host: Host, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").touch()

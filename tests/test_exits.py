@@ -117,6 +117,8 @@ NOT_DONE = [
     (f"kdtree demo --json {'x' * 256}", "cannot be written: File name too long", NOTHING, "--help"),
     # Nothing goes beside a name that is nearly too long.
     (f"ulimit -f 0; kdtree bench --predict --json $D/{'x' * 250}", "cannot be written: File", "as it was", "--json"),
+    ("cd $D && mkdir gone && cd gone && rmdir ../gone; kdtree bench --predict --json x", "x cannot be written: No such",
+     NOTHING, "--help"),
     ("kdtree demo --json /nonexistent/f", "there is no folder /nonexistent", NOTHING, "--help"),
     # Packages.
     ("bare bench --predict", "the package rich is needed and not installed", NOTHING, "pip install rich"),
