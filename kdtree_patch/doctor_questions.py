@@ -157,12 +157,11 @@ def _interpreter(found: Findings, command: Command | None) -> None:
     found.add(group, "flags", ", ".join(name for name, is_set in flags.items() if is_set) or "none that matter")
     found.add(group, "user", f"uid {os.geteuid()}; the service must run as the same one for what is said of the cache")
     if command is not None and not _same_interpreter(command.interpreter, sys.executable):
-        found.add(
-            group,
-            "service",
-            f"the service is started with {command.interpreter}, of which this one cannot speak: run doctor with it",
-            UNKNOWN,
-        )
+        why = f"the service is started with {command.interpreter}, of which this one cannot speak: run doctor with it"
+        if read_head(command.interpreter):  # pyenv's, for one
+            why = f"{command.interpreter}, a script that chooses the interpreter when it starts"
+            why = f"the service is started with {why}: behind --, write {sys.executable}, if that is the one"
+        found.add(group, "service", why, UNKNOWN)
 
 
 def _same_interpreter(one: str, other: str) -> bool:

@@ -470,6 +470,17 @@ def test_command_line(host: Host, service: tuple[str, ...], verdict: str, said: 
     assert_reason(host.says(service=service), verdict, said)
 
 
+def test_script_that_chooses_the_interpreter(host: Host, tmp_path: Path) -> None:
+    """pyenv's, for one: to run doctor with it is to run doctor with another interpreter again."""
+    shim = tmp_path / "python"
+    shim.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    shim.chmod(0o755)
+    document = host.says(
+        service=("python", "-m", "sglang.launch_server", *OPTIONS), PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )
+    assert_reason(document, "unknown", f"{shim}, a script that chooses", f"write {sys.executable}, if that is the one")
+
+
 def test_model_without_latent_attention(host: Host, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
     assert_reason(host.says(service=(*OPTIONS, "--model", str(tmp_path))), "stock", "not_mla")
