@@ -97,8 +97,11 @@ def read(names: Sequence[str], all_starts: bool) -> list[Log]:
                     "nothing has been judged",
                 ) from error
             except KeyboardInterrupt:
-                # Of `journalctl -f` there is no other end.
+                # Of `journalctl -f` there is no other end; half of a file is not what was asked about.
+                if name != "-" and os.path.isfile(name):
+                    raise
                 log.interrupted = True
+                log.unread = [printable(rest) for rest in names[len(logs) :]]
                 break
     return logs
 

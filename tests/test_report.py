@@ -491,7 +491,10 @@ def test_interrupted_reading_is_judged(command: Command, bad: Path, monkeypatch:
     monkeypatch.setattr(report, "_chunks", chunks)
     status, output, _ = command("-", bad)
     assert status == 1 and "near 1" in output and "interrupted after 197 lines" in output
-    assert "bad.log" not in output
+    assert f"what came before is judged, and nothing of {bad}\n" in output
+    # A file has an end, and half of it is not what was asked about.
+    status, output, error = command(bad)
+    assert (status, output) == (130, "") and error.startswith("report: interrupted; ")
 
 
 @pytest.mark.parametrize(
