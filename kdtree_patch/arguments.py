@@ -35,11 +35,14 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 def output_file(text: str) -> Path:
     """A file that can be written; it is not touched yet."""
     path = Path(text)
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {folder}")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    try:
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {folder}")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} is a folder")
+    except OSError as error:  # a folder that is gone or cannot be entered, a name that is too long
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from error
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path

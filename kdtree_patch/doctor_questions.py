@@ -20,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kdtree_patch import __version__, boot, cache, nvml, service_options, tiles
 from kdtree_patch import compile as compiling
+from kdtree_patch.exits import printable
 from kdtree_patch.service_command import Command, Refused, is_file, python_path_problem, read_head, unwrap
 from kdtree_patch.service_options import Mode, Model
 from kdtree_patch.settings import FP8_STOCK_REL, VARIABLES, SettingError, Settings
@@ -56,7 +57,7 @@ class Findings:
     contract: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, group: str, name: str, value: object, effect: str = "") -> None:
-        self.groups.setdefault(group, []).append(Fact(name, " ".join(str(value).split()), effect))
+        self.groups.setdefault(group, []).append(Fact(name, printable(" ".join(str(value).split())), effect))
 
     def with_effect(self, effect: str) -> list[Fact]:
         return [fact for facts in self.groups.values() for fact in facts if fact.effect == effect]
@@ -122,7 +123,7 @@ def _options(found: Findings, command: Command | None, release: str | None, sett
     model = Model.at(path) if path else None
     group = "command line"
     if path:
-        about = "no config.json there: whether it has MLA, and how many heads, is unknown here"
+        about = "no config.json there that can be read: whether it has MLA, and how many heads, is unknown here"
         if model is not None:
             heads = service_options.heads_a_rank(command, model)
             about = f"latent {model.latent}, rope {model.rope}, {model.heads} heads, {heads or 'unknown'} a rank"
@@ -134,7 +135,8 @@ def _options(found: Findings, command: Command | None, release: str | None, sett
         found.add(group, judgement.reason, judgement.why, STOCK if judgement.effect == STOCK else UNKNOWN)
     if not judgements:
         found.add(group, "options", "verify calls go to triton, and nothing in the options is against them", OK)
-    found.modes = service_options.forward_modes(command, judgements, model, (settings or Settings()).forward_modes)
+    modes = service_options.forward_modes(command, judgements, model, (settings or Settings()).forward_modes)
+    found.modes = [replace(mode, backend=printable(mode.backend), why=printable(mode.why)) for mode in modes]
 
 
 # ------------------------------------------------------------------------------------------------------ the interpreter
@@ -156,12 +158,11 @@ def _interpreter(found: Findings, command: Command | None) -> None:
     found.add(group, "flags", ", ".join(name for name, is_set in flags.items() if is_set) or "none that matter")
     found.add(group, "user", f"uid {os.geteuid()}; the service must run as the same one for what is said of the cache")
     if command is not None and not _same_interpreter(command.interpreter, sys.executable):
-        found.add(
-            group,
-            "service",
-            f"the service is started with {command.interpreter}, of which this one cannot speak: run doctor with it",
-            UNKNOWN,
-        )
+        why = f"the service is started with {command.interpreter}, of which this one cannot speak: run doctor with it"
+        if read_head(command.interpreter):  # pyenv's, for one
+            why = f"{command.interpreter}, a script that chooses the interpreter when it starts"
+            why = f"the service is started with {why}: behind --, write {sys.executable}, if that is the one"
+        found.add(group, "service", why, UNKNOWN)
 
 
 def _same_interpreter(one: str, other: str) -> bool:
@@ -365,7 +366,8 @@ def _order(targets: Mapping[int, str], settings: Settings | None) -> dict[str, A
 def _packages(found: Findings, answer: dict[str, Any], targets: Mapping[int, str]) -> None:
     group = "packages"
     if "error" in answer:
-        found.add(group, "packages", answer["error"], UNKNOWN)
+        which = "import wrapt and cupy with this interpreter to see which of them it is"
+        found.add(group, "packages", f"{answer['error']}; what there is, is unknown: {which}", UNKNOWN)
         return
     for name in ("torch", "numpy", "wrapt", "cupy", "NVRTC"):
         one = answer.get(name)
@@ -434,7 +436,10 @@ def torch_facts() -> dict[str, Any]:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return {"error": "torch is missing: this is not the service's interpreter, or not its environment"}
-    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    file = Path(spec.origin).with_name("version.py")
+    if not file.is_file():
+        return {"error": f"{file.parent} is no whole torch, it has no version.py: install torch again, or take it away"}
+    values = runpy.run_path(str(file))
     return {"version": str(values.get("__version__")), "cuda": values.get("cuda"), "file": spec.origin}
 
 
@@ -561,26 +566,34 @@ class _Child:
         path += [str(vendor)] if vendor.is_dir() else []
         words = json.dumps({"root": str(HERE), "path": path, "question": question, **(order or {})})
         environment = compiling.child_environment() | variables  # hides the GPUs
-        self._process = subprocess.Popen(
-            [sys.executable, *compiling.interpreter_flags(), "-c", _CHILD, words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
+        self._refused = ""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *compiling.interpreter_flags(), "-c", _CHILD, words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:  # a limit of processes, of memory, of the length of words
+            self._refused = str(error.strerror)
 
     def __enter__(self) -> _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def answer(self) -> dict[str, Any]:
         """What it said; `error` if it could not."""
+        if self._process is None:
+            return {"error": f"no process could be started ({self._refused})"}
         try:
             output, error = self._process.communicate(timeout=CHILD_SECONDS)
         except subprocess.TimeoutExpired:

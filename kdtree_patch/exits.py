@@ -84,11 +84,15 @@ def name_of(prog: str) -> str:
     return prog.split()[-1].rpartition(".")[2]
 
 
+def printable(text: str) -> str:
+    """On one line, and nothing that a terminal would obey: names and words of others may have anything in them."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def complain(name: str, text: object) -> None:
     """A line on standard error, which may be as full or as closed as anything."""
-    line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in f"{name}: {text}")
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(f"{name}: {text}"), file=sys.stderr, flush=True)
     except OSError:
         _drop(2)
 
@@ -101,7 +105,8 @@ def write(path: Path, save: Callable[[Path], object], option: str) -> None:
     # Not beside a device or a pipe, and not where only the file itself is ours.
     beside = (real.is_file() or not real.exists()) and os.access(real.parent, os.W_OK)
     # The ending stays: it says in which format a picture is written.
-    part = real.with_name(f".{real.stem}-{os.getpid()}.part{path.suffix}") if beside else path
+    # Short, where the name itself is as long as a name may be.
+    part = real.with_name(f".{real.stem[:32]}-{os.getpid()}.part{path.suffix}") if beside else path
     try:
         save(part)
         if beside:
@@ -115,7 +120,8 @@ def write(path: Path, save: Callable[[Path], object], option: str) -> None:
         ) from error
     finally:
         if beside:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what has failed is said above
+                part.unlink()
 
 
 def run(name: str, command: Callable[[], int]) -> int:
@@ -193,7 +199,8 @@ def standard_files(name: str) -> bool:
         sys.stdout = io.TextIOWrapper(
             raw if sys.stdout.write_through else io.BufferedWriter(raw),
             encoding=sys.stdout.encoding,
-            errors=sys.stdout.errors,
+            # A name that a locale cannot encode is no reason to say nothing.
+            errors="backslashreplace" if sys.stdout.errors == "strict" else sys.stdout.errors,
             line_buffering=terminal or sys.stdout.line_buffering,
             write_through=sys.stdout.write_through,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def read(names: Sequence[str], all_starts: bool) -> list[Log]:
             logs.append(log)
             try:
                 with open(sys.stdin.fileno() if name == "-" else name, "rb", closefd=name != "-") as file:
-                    log.read(report_read.lines(_chunks(file, log.name, advance)))
+                    log.read(report_read.lines(_chunks(file, name, log.name, advance)))
             except OSError as error:
                 raise NotDone(
                     f"{log.name} cannot be read: {error.strerror}",
@@ -96,8 +97,11 @@ def read(names: Sequence[str], all_starts: bool) -> list[Log]:
                     "nothing has been judged",
                 ) from error
             except KeyboardInterrupt:
-                # Of `journalctl -f` there is no other end.
+                # Of `journalctl -f` there is no other end; half of a file is not what was asked about.
+                if name != "-" and os.path.isfile(name):
+                    raise
                 log.interrupted = True
+                log.unread = [printable(rest) for rest in names[len(logs) :]]
                 break
     return logs
 
@@ -115,13 +119,16 @@ def _size(name: str) -> int:
         raise NotDone(f"{printable(name)} cannot be read: {error}", _NAME_A_LOG) from error
 
 
-def _chunks(file: BinaryIO, name: str, advance: Advance) -> Iterator[bytes]:
+def _chunks(file: BinaryIO, path: str, name: str, advance: Advance) -> Iterator[bytes]:
     """As they come: a pipe's need not be full."""
     read = getattr(file, "read1", file.read)
     first = True
     while chunk := read(CHUNK):
         if first and (program := next((tool for magic, tool in COMPRESSED.items() if chunk.startswith(magic)), None)):
-            raise NotDone(f"{name} is compressed", f"{program} {name} | python -m kdtree_patch report -")
+            report = f"{program} | python -m kdtree_patch report -"
+            if path == "-":
+                raise NotDone(f"{name} is compressed", f"put {program} before it: ... | {report}")
+            raise NotDone(f"{name} is compressed", report.replace(" ", f" {shlex.quote(name)} ", 1))
         first = False
         yield chunk
         advance(len(chunk))

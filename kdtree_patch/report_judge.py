@@ -155,7 +155,8 @@ def notes(logs: Sequence[Log], names: Names) -> list[str]:
                 f"{name}: {log.torn:,} torn or unknown lines were skipped, the first in line {line}: {text[:80]}"
             )
         if log.interrupted:
-            said.append(f"{name}: reading was interrupted after {log.lines:,} lines; what came before is judged")
+            rest = f", and nothing of {', '.join(log.unread)}" if log.unread else ""
+            said.append(f"{name}: reading was interrupted after {log.lines:,} lines; what came before is judged{rest}")
         if log.start.left_out:
             said.append(f"{name}: {log.start.left_out:,} lines are beyond what a report keeps, and are in no figure")
         if log.ours == 0:

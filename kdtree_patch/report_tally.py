@@ -280,6 +280,7 @@ class Log:
         self.dropped = 0  # layer lines of earlier starts
         self.all_starts = all_starts
         self.interrupted = False
+        self.unread: list[str] = []  # the logs that would have come next
         self._ranks_of_pids: dict[int, int | None] = {}
 
     def read(self, lines: Iterable[bytes]) -> None:

@@ -89,7 +89,7 @@ class Command:
         value = self.option(*names)
         if value is None:
             return 1
-        if not value.isdigit() or int(value) < 1:
+        if not re.fullmatch("[0-9]{1,9}", value) or int(value) < 1:
             raise Refused(f"{names[0]} {value} is no number")
         return int(value)
 
@@ -224,9 +224,9 @@ def _through_env(words: list[str], overrides: dict[str, str]) -> list[str]:
         elif word in ("-C", "--chdir"):
             at += 2
         elif word in ("-S", "--split-string"):
-            words, at = shlex.split(" ".join(words[at + 1 : at + 2])) + words[at + 2 :], 0
+            words, at = _split(" ".join(words[at + 1 : at + 2])) + words[at + 2 :], 0
         elif word.startswith("-S"):
-            words, at = shlex.split(word[2:]) + words[at + 1 :], 0
+            words, at = _split(word[2:]) + words[at + 1 :], 0
         elif word == "--" or word.startswith("-"):
             at += 1
         elif _ASSIGNMENT.match(word):
@@ -236,6 +236,13 @@ def _through_env(words: list[str], overrides: dict[str, str]) -> list[str]:
         else:
             break
     return words[at:]
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise Refused(f"what env -S is given cannot be split: {error}") from error
 
 
 def _through_wrapper(program: str, words: list[str]) -> list[str]:

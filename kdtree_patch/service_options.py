@@ -57,12 +57,12 @@ class Model:
 
     @classmethod
     def at(cls, folder: str) -> Model | None:
-        """None where there is no such file: a name on a hub, for one."""
+        """None where there is no such file, a name on a hub for one, or none that can be read."""
         try:
-            config = json.loads((Path(folder) / "config.json").read_text())
+            config = json.loads((Path(folder) / "config.json").read_bytes())
             beside = Path(folder) / "hf_quant_config.json"
             quantization = json.dumps([config.get("quantization_config"), beside.exists() and beside.read_text()])
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             return None
         text = config.get("text_config") or config  # multimodal models keep it one level down
         if text is not config and isinstance(text, dict) and text.get("quantization_config"):
@@ -70,7 +70,7 @@ class Model:
 
         def number(name: str) -> int | None:
             value = text.get(name) if isinstance(text, dict) else None
-            return value if type(value) is int else None
+            return value if type(value) is int and value > 0 else None
 
         quantizes = re.search(r'kv_cache_(scheme|quant_algo)\\?":(?! *null)', quantization) is not None
         return cls(
@@ -131,7 +131,7 @@ def _of(command: Command) -> Iterator[Judgement]:
         )
     yield from _of_types(command)
     drafts = command.option("--speculative-num-draft-tokens")
-    if drafts is not None and not (drafts.isdigit() and 1 <= int(drafts) <= MAX_Q_LEN):
+    if drafts is not None and not (re.fullmatch("[0-9]{1,9}", drafts) and 1 <= int(drafts) <= MAX_Q_LEN):
         why = f"--speculative-num-draft-tokens {drafts}: 1 to {MAX_Q_LEN} are served"
         yield Judgement(STOCK, "q_len", why)
     dcp = command.option("--decode-context-parallel-size", "--dcp-size") or "1"

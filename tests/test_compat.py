@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,11 @@ def test_without_a_network_it_says_so_and_writes_nothing(run: Compat, capsys: py
 
 def test_offline_checks_what_is_there(run: Compat, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(no_network, "--offline") == 2
-    assert "there is no wheel of SGLang in " in capsys.readouterr().err
+    assert re.fullmatch(
+        "compat: there is no wheel of SGLang in .*wheels; the README is as it was: leave out --offline, or name a "
+        "folder that has some with --folder\n",
+        capsys.readouterr().err,
+    )
     before = compat.README.read_text()
     a_wheel(compat.README.parent / "wheels", "0.5.23", "0.5.23")
     assert run(no_network, "--offline") == 0
@@ -162,6 +167,25 @@ def test_a_torn_wheel_is_named(run: Compat, capsys: pytest.CaptureFixture[str]) 
     (folder / "sglang-0.5.9-py3-none-any.whl").write_bytes(b"PK\x03\x04 and no more")
     assert run(no_network, "--offline") == 2
     assert "sglang-0.5.9-py3-none-any.whl cannot be read" in capsys.readouterr().err
+
+
+def test_a_wheel_whose_text_is_none_is_named(run: Compat, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = compat.README.parent / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "sglang-0.5.9-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(stand_in.BACKEND, b"\xff")
+    assert run(no_network, "--offline") == 2
+    assert "sglang-0.5.9-py3-none-any.whl cannot be read" in capsys.readouterr().err
+
+
+def test_wrong_usage_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert compat.main(["--offline", "--folder", str(tmp_path / "file")]) == 2
+    assert re.fullmatch("compat: .*/file cannot be made: File exists; .*\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit) as ended:
+        compat.main(["--nonsense"])
+    assert ended.value.code == 2
+    assert re.fullmatch("compat: .*--nonsense; nothing has been done: see .*\n", capsys.readouterr().err)
 
 
 def test_a_readme_without_the_marks_is_not_written_over(run: Compat, capsys: pytest.CaptureFixture[str]) -> None:

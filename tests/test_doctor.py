@@ -481,6 +481,17 @@ def test_command_line(host: Host, service: tuple[str, ...], verdict: str, said: 
     assert_reason(host.says(service=service), verdict, said)
 
 
+def test_script_that_chooses_the_interpreter(host: Host, tmp_path: Path) -> None:
+    """pyenv's, for one: to run doctor with it is to run doctor with another interpreter again."""
+    shim = tmp_path / "python"
+    shim.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    shim.chmod(0o755)
+    document = host.says(
+        service=("python", "-m", "sglang.launch_server", *OPTIONS), PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )
+    assert_reason(document, "unknown", f"{shim}, a script that chooses", f"write {sys.executable}, if that is the one")
+
+
 def test_model_without_latent_attention(host: Host, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
     assert_reason(host.says(service=(*OPTIONS, "--model", str(tmp_path))), "stock", "not_mla")
@@ -490,6 +501,28 @@ def test_wrong_usage(host: Host) -> None:
     process = host.start("--jason")
     output, error = process.communicate(timeout=60)
     assert process.returncode == 2 and output == "" and "--jason" in error
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit('boo')", "import os; os._exit(7)"])
+def test_package_that_ends_whoever_imports_it(host: Host, tmp_path: Path, code: str) -> None:
+    (tmp_path / "cupy.py").write_text(code)
+    document = host.says(path=(REPO, host.sglang, tmp_path))
+    assert_reason(document, "unknown", "packages: ", "import wrapt and cupy with this interpreter")
+
+
+def test_processes_that_cannot_be_started(host: Host) -> None:
+    """Here because the words are too long; it might be the limit of processes, too."""
+    many = [Path(f"/nonexistent/{number:05}") for number in range(6000)]
+    document = host.says(path=(REPO, host.sglang, *many))
+    assert_reason(document, "unknown", "packages: no process could be started (Argument list too long)")
+    assert "no process could be started" in fact(document, "SGLang", "import")
+
+
+def test_torch_without_its_version(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    document = host.says(path=(REPO, host.sglang, tmp_path))
+    assert_reason(document, "stock", "torch: ", f"{tmp_path}/torch is no whole torch")
 
 
 # ------------------------------------------------------------------------------------------------------ what is printed

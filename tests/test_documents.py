@@ -602,6 +602,9 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NotDone, match=r"install g\+\+"):
         layout.read(REPO)
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(NotDone, match='CXX="\'g\\+\\+" is not a command; .*name a C\\+\\+17 compiler, or unset it'):
+        layout.read(REPO)
 
 
 def change(path: Path, old: str, new: str) -> None:

@@ -96,6 +96,7 @@ NOT_DONE = [
     ("kdtree report $D/loop", "Too many levels of symbolic links", NOTHING, "name a log"),
     ("kdtree report /proc/self/mem", "cannot be read: Input/output error", "nothing has been judged", "copy"),
     ("kdtree report $D/zipped.log", "zipped.log is compressed", NOTHING, "zcat"),
+    ("kdtree report - <$D/zipped.log", "standard input is compressed", NOTHING, "put zcat before it: ... | zcat | "),
     ("kdtree report - <&-", "standard input is closed", NOTHING, "journalctl"),
     ("kdtree report - - </dev/null", "can be read once", NOTHING, "name it once"),
     ("kdtree report $'a\\e[2Jb'", r"a\x1b[2Jb cannot be read", NOTHING, "name a log"),
@@ -113,6 +114,11 @@ NOT_DONE = [
     ("kdtree report $D/no-layers.log --plot $D/x.png", "nothing to plot", "nothing has been drawn", "KDTREE_VALIDATE"),
     ("kdtree report $D/good.log --plot $D/x.gif", "must end in one of .png, .svg, .pdf", NOTHING, "--help"),
     ("kdtree demo --json $D", "is a folder", NOTHING, "--help"),
+    (f"kdtree demo --json {'x' * 256}", "cannot be written: File name too long", NOTHING, "--help"),
+    # Nothing goes beside a name that is nearly too long.
+    (f"ulimit -f 0; kdtree bench --predict --json $D/{'x' * 250}", "cannot be written: File", "as it was", "--json"),
+    ("cd $D && mkdir gone && cd gone && rmdir ../gone; kdtree bench --predict --json x", "x cannot be written: No such",
+     NOTHING, "--help"),
     ("kdtree demo --json /nonexistent/f", "there is no folder /nonexistent", NOTHING, "--help"),
     # Packages.
     ("bare bench --predict", "the package rich is needed and not installed", NOTHING, "pip install rich"),
@@ -188,6 +194,11 @@ OTHERS = [
     ("kdtree doctor", 1, "stock, because "),
     ("KDTREE_MODE=onn kdtree doctor", 1, "KDTREE_MODE"),
     ("kdtree doctor nonsense", 1, "nonsense is not found"),
+    # Names that standard output cannot encode, or that a terminal would obey.
+    ("PYTHONIOENCODING=ascii kdtree doctor -- ü", 1, r"\xfc is not found"),
+    ("PYTHONIOENCODING=utf-8 kdtree doctor -- $'\\xff'", 1, r"\udcff is not found"),
+    ("kdtree doctor -- --model-path $'a\\e[31m'", 1, r"a\x1b[31m: no config.json"),
+    ("kdtree doctor -- --speculative-algorithm EAGLE --attention-backend $'\\e[31m'", 1, r"  \x1b[31m  "),
     ("kdtree selftest", 1, "FAIL: torch sees no NVIDIA GPU here; --device cpu "),
     ("bare selftest", 1, "FAIL: No module named 'torch': run it with the service's interpreter"),
     ("CXX=no-such kdtree compile --arch host", 1, "no-such is not found in PATH; CXX names it: name another"),
@@ -210,7 +221,7 @@ OTHERS = [
 def test_other_statuses(line: str, status: int, says: str, folder: Path) -> None:
     done = shell(line, folder)
     assert done.returncode == status, done.stdout + done.stderr
-    assert says in done.stdout and "Traceback" not in done.stderr
+    assert says in done.stdout and "Traceback" not in done.stderr and "\033" not in done.stdout
     assert says or done.stdout == ""
 
 
@@ -279,6 +290,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(NotDone, match="link.json cannot be written: No space left on device; the file is as it was"):
         exits.write(link, half, "--json")
     assert path.read_text() == "first" and sorted(tmp_path.iterdir()) == [path, link]
+    # A name of which not even the part beside it can be made.
+    with pytest.raises(NotDone, match="cannot be written: File name too long; the file is as it was before"):
+        exits.write(tmp_path / f"f.{'x' * 250}", half, "--json")
 
 
 @pytest.mark.parametrize("command", ["kdtree", *(f"kdtree {name}" for name in COMMANDS), "e2e"])

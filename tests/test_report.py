@@ -495,6 +495,11 @@ def test_compressed_log_is_said_to_be_one(command: Command, tmp_path: Path) -> N
     path.write_bytes(gzip.compress(b"[kdtree] installed tp_rank=0"))
     status, output, error = command(path)
     assert (status, output) == (2, "") and f"zcat {path} | python -m kdtree_patch report -" in error
+    spaced = path.rename(tmp_path / "a b.gz")
+    status, output, error = command(spaced)
+    assert (status, output) == (2, "") and f"zcat '{spaced}' | python -m kdtree_patch report -" in error
+    status, output, error = command("-", stdin=spaced.read_bytes())
+    assert (status, output) == (2, "") and "put zcat before it: ... | zcat | python -m kdtree_patch report -" in error
 
 
 def test_interrupted_reading_is_judged(command: Command, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +512,10 @@ def test_interrupted_reading_is_judged(command: Command, bad: Path, monkeypatch:
     monkeypatch.setattr(report, "_chunks", chunks)
     status, output, _ = command("-", bad)
     assert status == 1 and "near 1" in output and "interrupted after 197 lines" in output
-    assert "bad.log" not in output
+    assert f"what came before is judged, and nothing of {bad}\n" in output
+    # A file has an end, and half of it is not what was asked about.
+    status, output, error = command(bad)
+    assert (status, output) == (130, "") and error.startswith("report: interrupted; ")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_flag_that_keeps_the_patch_out_is_named_with_what_to_do(flag: str) -> No
         (words("/usr/bin/env python3.9"), "python3.9 is not found in PATH"),
         (words("venv/bin/python x"), "relative path"),
         (["/bin/bash", "-c", f"exec '{PYTHON}"], "cannot be read"),
+        (["/usr/bin/env", "-S", f"'{PYTHON}"], "env -S is given cannot be split"),
+        (["/usr/bin/env", f"-S'{PYTHON}"], "env -S is given cannot be split"),
         (["nice"], "no command behind nice"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

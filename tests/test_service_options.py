@@ -55,6 +55,7 @@ def test_options_with_which_verify_calls_are_served(options: str) -> None:
         (f"{GOOD} --kv-cache-dtype bf16 --dtype float16", "stock", "kv_dtype", "the same type"),
         (f"{GOOD} --dtype float32", "stock", "dtype", "--dtype float32"),
         (f"{GOOD} --speculative-num-draft-tokens 513", "stock", "q_len", "1 to 512"),
+        (f"{GOOD} --speculative-num-draft-tokens ²", "stock", "q_len", "1 to 512"),
         (f"{GOOD} --decode-context-parallel-size 2", "stock", "context_parallel", "decode context parallelism"),
         (f"{GOOD} --config x.yaml", "unknown", "config", "--config"),
     ],
@@ -98,7 +99,14 @@ def test_model_that_is_not_served(model: Model, effect: str, reason: str) -> Non
 
 @pytest.mark.parametrize(
     ("options", "heads"),
-    [("", 64), ("--tp 8", 8), ("--tp-size 8 --dp 8 --enable-dp-attention", 64), ("--tp 3", None), ("--tp x", None)],
+    [
+        ("", 64),
+        ("--tp 8", 8),
+        ("--tp-size 8 --dp 8 --enable-dp-attention", 64),
+        ("--tp 3", None),
+        ("--tp x", None),
+        ("--tp ²", None),
+    ],
 )
 def test_heads_a_rank(options: str, heads: int | None) -> None:
     assert heads_a_rank(command(options), MLA) == heads
@@ -114,6 +122,7 @@ def test_heads_a_rank(options: str, heads: int | None) -> None:
         ({"quantization_config": {"kv_cache_scheme": None}}, Model(None, None, None, False)),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, Model(None, None, None, True)),
         ({"text_config": {"quantization_config": {"kv_cache_quant_algo": "FP8"}}}, Model(None, None, None, True)),
+        ({"num_attention_heads": -8}, Model(None, None, None, False)),
         ([], None),
         (None, None),
     ],
@@ -122,6 +131,12 @@ def test_what_a_checkpoint_says(tmp_path: Path, config: Any, model: Model | None
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert Model.at(str(tmp_path)) == model
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 200_000])
+def test_checkpoint_that_cannot_be_read(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    assert Model.at(str(tmp_path)) is None
 
 
 def test_checkpoint_with_its_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ instance gets the attributes which we need, and that `forward_extend` still call
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import re
@@ -26,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from kdtree_patch import contract
+from kdtree_patch import contract, exits
 from tests import stand_in
 
 REPO = Path(__file__).resolve().parents[1]
@@ -129,7 +128,7 @@ def check(release: str, wheel: Path) -> Found:
             files = stand_in.cut_down(root)
             source = root / stand_in.BACKEND
             text = source.read_text(encoding="utf-8") if source.exists() else ""
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
         raise CompatError(f"{wheel} cannot be read ({error}): delete it and run this again") from None
     with imported(files) as module:
         violations = [*contract.check(module), *seam_violations(text)]
@@ -220,8 +219,8 @@ def with_table(readme: str, rows: str) -> str:
 
 
 def main(words: Sequence[str] | None = None, run: Pip = pip) -> int:
-    parser = argparse.ArgumentParser(
-        prog="make compat ARGS=",
+    parser = exits.Parser(
+        prog="python -m tools.compat",
         description="Checks the contract against the sources of released SGLangs and writes the README's table. Exit "
         "status: 0 all are served, 1 some are declined, 2 it could not be found out.",
     )
@@ -230,11 +229,19 @@ def main(words: Sequence[str] | None = None, run: Pip = pip) -> int:
     arguments = parser.parse_args(words)
     folder = arguments.folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CompatError(
+                f"{folder} cannot be made: {error.strerror}; the README is as it was: name a folder with --folder"
+            ) from None
         wanted = sorted(cached(folder), key=order) if arguments.offline else releases(run)
         if not wanted:
             raise CompatError(
-                f"there is no wheel of SGLang in {folder}" if arguments.offline else "no release was listed"
+                f"there is no wheel of SGLang in {folder}; the README is as it was: leave out --offline, or name a "
+                "folder that has some with --folder"
+                if arguments.offline
+                else "the package index lists no release; the README is as it was: look at what pip says"
             )
         found = []
         for release in wanted:
@@ -243,11 +250,11 @@ def main(words: Sequence[str] | None = None, run: Pip = pip) -> int:
         if not arguments.offline:
             README.write_text(with_table(README.read_text(), table(found)))
     except CompatError as error:
-        print(f"compat: {error}", file=sys.stderr)
-        return 2
+        exits.complain("compat", error)
+        return exits.NOT_DONE
     print(table(found))
     return int(any(one.violations for one in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exits.run("compat", main))

@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 
 from kdtree_patch import bench_report
-from kdtree_patch.exits import NOT_DONE, NotDone, complain
+from kdtree_patch.exits import NOT_DONE, NotDone, complain, run
 from tests.e2e import report as e2e_report
 from tools.figures import layout, tables
 
@@ -75,4 +75,4 @@ def main(repo: Path = REPO) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("figures", main))

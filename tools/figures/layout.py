@@ -35,7 +35,11 @@ def read(repo: Path) -> dict[str, Any]:
     words = [WORKERS, HEADS, Q_LEN, cut.row_blocks, cut.rows_per_block, *PREFIXES]
     with tempfile.TemporaryDirectory(prefix="kdtree-layout-") as folder:
         program = Path(folder) / "layout"
-        compiler = shlex.split(os.environ.get("CXX", "g++"))
+        try:
+            compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+        except ValueError:
+            what = f"CXX={os.environ['CXX']!r} is not a command"
+            raise NotDone(what, "name a C++17 compiler, or unset it") from None
         flags = ["-std=c++17", "-O0", "-w", "-fno-strict-aliasing", "-DKDTREE_HOST", f"-I{repo / 'kernels'}"]
         _run([*compiler, *flags, str(repo / "tools" / "figures" / "layout.cpp"), "-o", str(program)])
         found = json.loads(_run([str(program), *map(str, words)]))
