@@ -774,7 +774,7 @@ def check(target: str, config: str, *place: Path) -> list[str]:
     command += [pool] if pool else []
     variables = SANITIZER | {"LD_PRELOAD": sanitizer_runtime()} if build == "host-asan" else {}
     child = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, timeout=300
+        command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, timeout=900
     )
     if child.returncode < 0:
         return [f"killed by signal {-child.returncode}"]
