@@ -246,7 +246,8 @@ class VerifyRouter:
                 None if mask is None else call["mask_indptr"],
                 call["max_len_extend"],
                 scale,
-                *(call.get(name, 1.0) for name in _SCALES),
+                call.get("k_scale", 1.0),
+                call.get("v_scale", 1.0),
             )
         except Exception as error:
             if is_fatal(error):

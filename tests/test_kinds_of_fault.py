@@ -28,8 +28,18 @@ from kdtree_patch.kernel import PARAMS, VerifyKernel
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
-from tests.fakes import FakeKernel, Stock, a_batch, a_layer, arguments
-from tests.support.cases import LIMIT, Case, host_kernel, make_case, reference, with_far_rows, with_garbage_padding
+from tests.fakes import Stock, a_batch, a_layer, arguments
+from tests.support.cases import (
+    LIMIT,
+    Case,
+    host_kernel,
+    make_case,
+    on_pages,
+    reference,
+    with_far_rows,
+    with_garbage_padding,
+    with_pool,
+)
 from tests.support.env import REPO
 from tests.support.named_tests import functions, missing
 from tests.support.reference import rel
@@ -115,7 +125,7 @@ KINDS = [
         "fp8 scales dropped or shifted",
         "sglang 18882; vllm 42580",
         (f"{HERE}::test_fp8_scales_are_the_stock_rules",),
-        "kv_dtype taken out of decide, and kv_scale out of the contract: served without scales",
+        "the router passes 1.0 for both scales; mutants scaled_drafts and others of host-fp8_e4m3",
     ),
     Kind(
         "shared memory above 101,376 bytes",
@@ -424,41 +434,20 @@ def test_a_sliding_window_layer_is_declined(capsys: pytest.CaptureFixture[str]) 
     assert "reason=sliding_window scope=call layer=1 sliding_window_size=128" in line
 
 
-def fp8(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float8_e4m3fn)
-
-
-def test_fp8_scales_are_the_stock_rules() -> None:
-    """The prefix is scaled, keys by k_scale and values by v_scale, and the drafts, which are not quantised, are not.
-
-    Today such calls are the stock kernel's; whoever serves them, the result is to be this one.
-    """
-    case = make_case([21, 4], 3, 2, seed=5)
-    k_scale, v_scale = 0.5, 0.25
-    case.kv_pool = fp8(case.kv_pool)
-    right = by_the_stock_rule(case, k_scale, v_scale)
-
-    def extend_attention_fwd(
-        q_extend: Any, k_extend: Any, v_extend: Any, o_extend: Any, k_buffer: Any, v_buffer: Any, qo_indptr: Any,
-        kv_indptr: Any, kv_indices: Any, custom_mask: Any, is_causal: Any, mask_indptr: Any, max_len_extend: Any,
-        k_scale: Any, v_scale: Any, sm_scale: Any = None, logit_cap: float = 0.0, skip_prefix_custom_mask: bool = True,
-        sliding_window_size: int = -1, sinks: Any = None, window_kv_offsets: Any = None, xai_temperature_len: int = -1,
-        **others: Any,
-    ) -> None:  # fmt: skip
-        o_extend.copy_(by_the_stock_rule(case, k_scale, v_scale))
-
-    service = Service()
-    service.kernel = FakeKernel()
-    backend = service.start()
-    router = getattr(backend, hook.ROUTER)
-    router.stock = extend_attention_fwd
-    call = arguments(case, k_scale=k_scale, v_scale=v_scale)
-    first = [call.pop(name) for name in list(call)[:16]]
-    for _ in range(2):  # the second time the reason is remembered
+@pytest.mark.parametrize("config", tiles.CONFIGS)
+def test_fp8_scales_are_the_stock_rules(config: str) -> None:
+    """The prefix is scaled, keys by k_scale and values by v_scale, and the drafts, which are not quantised, are not."""
+    pool = torch.float8_e4m3fn
+    case = with_pool(make_case([21, 4, 0], 3, 2, seed=5), pool, k_scale=0.5, v_scale=0.25)
+    kernel = host_kernel(cached_binary("host-fp8_e4m3"), config=config, pool=pool)
+    router = VerifyRouter(Stock().function, kernel, Settings(), Ledger())
+    router.context = (a_layer(), a_batch())
+    for scales in ((0.5, 0.25), (3.0, 0.7)):  # each layer has its own
         case.out.fill_(torch.nan)
-        router.context = (a_layer(), a_batch())
-        backend.extend_attention_fwd(*first, **call)
-        assert rel(case.out, right) < 1e-3
+        case.k_scale, case.v_scale = scales
+        router(**arguments(case))
+        assert rel(case.out, by_the_stock_rule(case, *scales)) < LIMIT[torch.float16]
+    assert router.ledger.counts == {("kernel", "verify"): 2}
 
 
 def by_the_stock_rule(case: Case, k_scale: float, v_scale: float) -> torch.Tensor:
@@ -487,16 +476,8 @@ def test_pages_of_64(kernel: VerifyKernel, mask: str) -> None:
     """Slots come in runs of 64 that begin at a multiple of 64, the last run of a request not full; indices are still
     one a token. SGLang allows it for chains; a tree is no different.
     """
-    prefixes = [150, 64, 3]
-    plain = make_case(prefixes, 4, 3, mask=mask)
-    pages = torch.randperm(12, generator=torch.Generator().manual_seed(3)).tolist()
-    slots = torch.cat(
-        [torch.arange(p) % 64 + 64 * torch.tensor([pages.pop() for _ in range(-(-p // 64))])[torch.arange(p) // 64]
-         for p in prefixes]
-    )  # fmt: skip
-    pool = torch.full((12 * 64, 1, 576), torch.nan, dtype=torch.float16)
-    pool[slots] = plain.kv_pool[plain.kv_indices]
-    case = replace(plain, kv_pool=pool, kv_indices=slots, out=plain.out.clone())
+    plain = make_case([150, 64, 3], 4, 3, mask=mask)
+    case = on_pages(plain, 64)
     router = VerifyRouter(Stock().function, kernel, Settings(), Ledger())
     router.context = (a_layer(), a_batch())
     router(**arguments(case, page_size=64))
