@@ -4,7 +4,7 @@ A service's log reaches us through many hands: journald and docker put their pre
 terminal its colours, and two workers that write at once tear each other's lines. So a line is ours from its last
 `[kdtree] ` on, and is taken only if it has the exact form in which it was written; anything else is torn. What is kept
 of its text is made printable here, once: nothing that a log contains reaches a terminal as it was. Knows the prefix of
-log.py and nothing else; tests/test_report_lines.py holds it against those who write.
+log.py and how commands escape text; tests/test_report_lines.py holds it against those who write.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kdtree_patch import exits
 from kdtree_patch.log import PREFIX
 
 MARK = PREFIX.encode()
@@ -142,11 +143,10 @@ def origin(line: bytes) -> Origin:
 
 
 def printable(text: bytes | str) -> str:
-    """As it can be shown: control characters, and those that turn the direction of writing, by their number."""
+    """As it can be shown, and no longer than what is looked at."""
     if isinstance(text, bytes):
         text = text[: 4 * MAX_TEXT].decode("utf-8", errors="replace")
-    text = text[:MAX_TEXT]
-    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return exits.printable(text[:MAX_TEXT])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -229,7 +229,7 @@ def test_fields_may_follow() -> None:
 def test_what_is_kept_can_be_printed() -> None:
     said = parse("[kdtree] ERROR \x1b]0;title\x07 \x1b[2J \u202e evil \x00 \x9b31m é".encode())
     assert isinstance(said, Said) and said.text.isprintable() and "é" in said.text
-    assert printable("a\tb\x7f\n") == "a\\x09b\\x7f\\x0a"
+    assert printable("a\tb\x7f\n") == "a\\tb\\x7f\\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
