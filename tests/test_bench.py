@@ -31,7 +31,7 @@ from kdtree_patch.bench_shapes import (
 )
 from kdtree_patch.compile import GPU_TARGETS, compile_cubin
 from tests.fakes import FakeKernel
-from tests.support.bench import RUN, Command, bench_command, stored
+from tests.support.bench import RUN, Command, bench_command, run_once, stored
 from tests.support.env import REPO
 from tests.support.small_sources import kernels_folder
 
@@ -405,14 +405,7 @@ def test_shape_that_does_not_fit_costs_no_other(command: Command, monkeypatch: p
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing in which each call runs once."""
-
-    def once(run: Callable[[], Any]) -> float:
-        run()
-        return 12.345
-
-    monkeypatch.setattr(bench_measure, "cold_us", once)
-    monkeypatch.setattr(bench_measure, "warm_us", once)
+    run_once(monkeypatch)
 
 
 def silent_rivals(monkeypatch: pytest.MonkeyPatch, stock: Any = None, **peers: Any) -> tuple[Any, list[str]]:

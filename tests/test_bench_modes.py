@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from kdtree_patch import bench_measure, bench_modes
 from kdtree_patch.bench_shapes import KINDS, TRIALS, Shape, Trial
 from kdtree_patch.tiles import MAX_HEADS, MAX_Q_LEN
 from tests.fakes import FakeKernel, Stock
-from tests.support.bench import Command, bench_command
+from tests.support.bench import Command, bench_command, run_once
 
 
 @pytest.fixture
@@ -24,13 +23,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing in which each call runs once."""
-
-    def once(run: Callable[[], Any]) -> float:
-        run()
-        return 12.345
-
-    monkeypatch.setattr(bench_measure, "cold_us", once)
+    run_once(monkeypatch)
 
 
 TRIES = [

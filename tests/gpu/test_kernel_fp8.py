@@ -15,26 +15,11 @@ import triton.testing
 
 from kdtree_patch.kernel import VerifyKernel
 from tests.gpu.stock import run_stock
+from tests.gpu.test_kernel import SHAPES
 from tests.support.cases import LIMIT, as_bytes, in_high_slots, make_case, padded, reference
 from tests.support.reference import rel
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-SHAPES = [
-    ([21], 9, 8),
-    ([0], 9, 8),
-    ([1], 1, 1),
-    ([31], 9, 8),
-    ([32], 9, 8),
-    ([33], 9, 8),
-    ([3001], 9, 8),
-    ([0, 5, 700, 33], 5, 3),
-    ([64, 31, 32, 33], 17, 128),
-    ([16384], 64, 8),
-    ([1000] * 16, 9, 16),
-    ([7, 20000, 3, 0, 555], 9, 8),
-    ([9000], 256, 16),
-]
 
 
 def stock_can(pool: torch.dtype) -> bool:
@@ -42,7 +27,7 @@ def stock_can(pool: torch.dtype) -> bool:
     return pool == torch.float8_e5m2 or torch.cuda.get_device_capability() >= (8, 9)
 
 
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.25), (0.3, 0.7)], ids=str)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("prefixes, q_len, heads", SHAPES, ids=lambda v: str(v)[:24])
 def test_against_float64_and_stock(fp8_kernel: VerifyKernel, prefixes, q_len, heads, dtype, scales) -> None:
@@ -123,7 +108,9 @@ def test_graph_padding_rows_change_no_bit(fp8_kernel: VerifyKernel, prefixes) ->
         assert torch.equal(padded(case, requests).launch(fp8_kernel)[: len(expected)], expected)
 
 
-@pytest.mark.xfail(strict=True, reason="on an H200 171 us with e4m3 and 183 with e5m2, 118 with bf16: it does not hide")
+@pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="unpacking does not hide behind the products: docs/limits.md"
+)
 def test_no_slower_than_with_a_pool_of_the_queries_type(fp8_kernel: VerifyKernel) -> None:
     """Cold, bs 16, q_len 9, 8 heads, prefix 16,384, in the Hopper configuration, where the conversion is to hide behind
     the products. Two per cent for the clock.
