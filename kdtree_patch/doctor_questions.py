@@ -85,6 +85,7 @@ def ask(words: list[str], environ: Mapping[str, str], compiles: bool = False) ->
     if compiles:
         try_out(found, gpus, targets, settings, pool)
     _options(found, command, release, settings)
+    _ranks(found, command, gpus)
     return found
 
 
@@ -114,6 +115,20 @@ def _as_started(command: Command | None, environ: Mapping[str, str]) -> dict[str
     changed = dict(environ) | (command.overrides if command else {})
     gone = [name for name, value in (command.overrides if command else {}).items() if not value]
     return {name: value for name, value in changed.items() if name not in gone}
+
+
+def _ranks(found: Findings, command: Command | None, gpus: list[nvml.Gpu]) -> None:
+    """Whether there are as many GPUs as the service takes. Where there is none at all, that has been said."""
+    if command is None or not gpus:
+        return
+    try:
+        needed = service_options.gpus_needed(command)
+    except Refused as refused:
+        found.add("command line", "ranks", f"{refused}: SGLang will hardly start", UNKNOWN)
+        return
+    if needed > len(gpus):
+        why = f"the service takes {needed} GPUs of this host and sees {len(gpus)}: SGLang will hardly start"
+        found.add("command line", "ranks", why, UNKNOWN)
 
 
 def _options(found: Findings, command: Command | None, release: str | None, settings: Settings | None) -> None:

@@ -194,6 +194,14 @@ def heads_a_rank(command: Command, model: Model | None) -> int | None:
     return model.heads // ranks if model.heads % ranks == 0 else None
 
 
+def gpus_needed(command: Command) -> int:
+    """How many GPUs of one host the service takes: a rank has one. Raises Refused for a number that is none."""
+    ranks = command.number(*TENSOR_PARALLEL) * command.number("--pipeline-parallel-size", "--pp-size")
+    if not command.has("--enable-dp-attention"):  # with it, groups of the same ranks
+        ranks *= command.number(*DATA_PARALLEL)
+    return -(-ranks // command.number("--nnodes"))
+
+
 def forward_modes(
     command: Command,
     judgements: list[Judgement],

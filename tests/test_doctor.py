@@ -95,7 +95,7 @@ def assert_reason(document: dict[str, Any], verdict: str, *words: str) -> None:
 def test_service_that_will_serve(host: Host, tmp_path: Path, version: str) -> None:
     host.sglang = stand_in.write(tmp_path / "sglang", version)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    document = host.says(service=(*OPTIONS, "--tp", "8", "--model-path", str(tmp_path)))
+    document = host.says(service=(*OPTIONS, "--tp", "8", "--nnodes", "4", "--model-path", str(tmp_path)))
     assert document["summary"] == "will serve: verify calls go to the kernel, all others stay stock"
     assert fact(document, "SGLang", "version").startswith(f"{version}, {host.sglang}")
     assert fact(document, "command line", "model") == f"{tmp_path}: latent 512, rope 64, 64 heads, 8 a rank"
@@ -300,6 +300,24 @@ def gpus(tmp_path: Path, sglang: Path, *capabilities: tuple[int, int] | None, **
 def test_host_without_a_driver(host: Host) -> None:
     document = host.says(LD_LIBRARY_PATH="/nowhere")
     assert_reason(document, "stock", "NVML", "cannot be loaded: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--tp 2", ""),
+        ("--tp 4", "takes 4 GPUs of this host and sees 2"),
+        ("--tp 4 --nnodes 2", ""),
+        ("--tp 2 --dp 2", "takes 4 GPUs of this host and sees 2"),
+        ("--tp 2 --dp 2 --enable-dp-attention", ""),
+        ("--tp 2 --pp-size 2", "takes 4 GPUs of this host and sees 2"),
+        ("--tp abc", "--tensor-parallel-size abc is no number"),
+        ("--tp 0", "--tensor-parallel-size 0 is no number"),
+    ],
+)
+def test_as_many_gpus_as_ranks(host: Host, options: str, said: str) -> None:
+    document = host.says(service=(*OPTIONS, *options.split()))
+    assert_reason(document, "unknown" if said else "serve", said)
 
 
 def test_a_guard_that_an_fp8_pool_will_trip_is_said(host: Host) -> None:
