@@ -1,5 +1,6 @@
 """A stand-in for `python -m sglang.launch_server`, for the tests of the driver: the same paths, the same answers, and
-the `[kdtree]` lines if our folder is first on its PYTHONPATH. What goes wrong with it, environment variables say.
+the `[kdtree]` lines if our folder is first on its PYTHONPATH. With DFLASH it refuses log-probabilities, as SGLang does.
+What goes wrong with it, environment variables say.
 
     FAKE_START     die, hang: at the start
     FAKE_DIE_AT    die at the nth request
@@ -79,6 +80,8 @@ class Handler(BaseHTTPRequestHandler):
                 os._exit(3)
             if number("FAKE_REFUSE") > 0 and asked % number("FAKE_REFUSE") == 0:
                 self.answer(500, {"error": "no"})
+            elif body.get("return_logprob") and "DFLASH" in sys.argv:
+                self.answer(400, {"error": {"message": "DFLASH speculative decoding does not support return_logprob"}})
             elif body.get("stream"):
                 self.stream(body)
             else:

@@ -128,8 +128,8 @@ def test_the_runs_follow_each_other_and_are_written_down(stand_ins: None, tmp_pa
     assert command.main([*words, "--folder", str(tmp_path / "folder"), "--side-by-side", "4"]) == 0
     stored = report.read_run(path)
     assert stored["meta"]["gpu"] == "NVIDIA H200" and stored["meta"]["command"].startswith("python -m tests.e2e --only")
-    assert stored["load"]["requests"] == 150 and len(stored["tokens"]) == 6
-    assert {"load-patched", "same-graph-stock", "chain-graph-patched"} < set(stored["servers"])
+    assert stored["load"]["requests"] == 150 and len(stored["tokens"]) == 7
+    assert {"load-patched", "same-graph-stock", "dflash-graph-margins"} < set(stored["servers"])
     assert (tmp_path / "folder" / "load-patched.log").exists()
     assert capsys.readouterr().out.endswith("PASS\n")
 
@@ -223,6 +223,37 @@ class TestCheckpoints:
             assert state["model.layers.0.self_attn.q_proj.weight"].shape == (16 * 192, config.hidden_size)
             assert state["lm_head.weight"].shape == (config.vocab_size, config.hidden_size)
 
+    def test_a_dflash_draft_is_what_sglang_reads(self, tmp_path: Path) -> None:
+        """The names and shapes are those of `sglang.srt.models.dflash`, which has no embedding and no head."""
+        from safetensors.torch import load_file
+        from transformers import AutoConfig
+
+        written = models.write_all(tmp_path, heads=8, deep_layers=2)
+        config, target = (AutoConfig.from_pretrained(folder) for folder in (written.dflash, written.target))
+        assert config.architectures == ["DFlashDraftModel"] and config.block_size == models.DFLASH_BLOCK
+        assert (config.hidden_size, config.vocab_size) == (target.hidden_size, target.vocab_size)
+        # A layer's states are captured where the next one begins.
+        assert max(config.dflash_config["target_layer_ids"]) + 1 < config.num_target_layers == target.num_hidden_layers
+        assert config.dflash_config["mask_token_id"] < target.vocab_size
+        layer = {
+            "input_layernorm": (512,),
+            "post_attention_layernorm": (512,),
+            "self_attn.q_proj": (8 * 64, 512),
+            "self_attn.k_proj": (2 * 64, 512),
+            "self_attn.v_proj": (2 * 64, 512),
+            "self_attn.o_proj": (512, 8 * 64),
+            "self_attn.q_norm": (64,),
+            "self_attn.k_norm": (64,),
+            "mlp.gate_proj": (1024, 512),
+            "mlp.up_proj": (1024, 512),
+            "mlp.down_proj": (512, 1024),
+        }
+        expected = {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+        expected |= {"fc.weight": (512, 512), "hidden_norm.weight": (512,), "norm.weight": (512,)}
+        state = load_file(written.dflash / "model.safetensors")
+        assert {name: tuple(weight.shape) for name, weight in state.items()} == expected
+        assert {str(weight.dtype) for weight in state.values()} == {"torch.bfloat16"}
+
     def test_a_draft_is_near_its_target(self, tmp_path: Path) -> None:
         from safetensors.torch import load_file
 
@@ -240,7 +271,7 @@ class TestCheckpoints:
 
 
 def all_specs(folder: Path) -> dict[str, tuple[str, ...]]:
-    checkpoints = models.Checkpoints(*(folder / name for name in ("target", "noisy", "deep", "shallow")))
+    checkpoints = models.Checkpoints.below(folder)
     pairs = plan.token_pairs(checkpoints) + plan.speed_pairs(checkpoints)
     specs = [spec for one in pairs for spec in one.specs] + [plan.load_spec(checkpoints)]
     return {spec.name: spec.options for spec in [*specs, *plan.rank_specs(checkpoints, 2, folder).specs]}
@@ -250,11 +281,12 @@ class TestPlan:
     def test_a_pair_differs_in_nothing_but_the_patch(self, tmp_path: Path) -> None:
         options = all_specs(tmp_path)
         pairs = [name.removesuffix("-stock") for name in options if name.endswith("-stock")]
-        assert {"same-graph", "noisy-eager", "chain-graph", "default-graph", "speed-graph"} <= set(pairs)
+        expected = {"same-graph", "noisy-eager", "chain-graph", "default-graph", "dflash-graph", "speed-graph"}
+        assert expected <= set(pairs)
         assert all(options[f"{name}-stock"] == options[f"{name}-patched"] for name in pairs)
 
-    def test_an_fp8_pool_is_that_of_both_servers_of_each_pair(self, tmp_path: Path) -> None:
-        checkpoints = models.Checkpoints(*(tmp_path / name for name in ("target", "noisy", "deep", "shallow")))
+    def test_an_fp8_pool_is_that_of_all_servers_of_a_pair(self, tmp_path: Path) -> None:
+        checkpoints = models.Checkpoints.below(tmp_path)
         plain, fp8 = plan.token_pairs(checkpoints), plan.token_pairs(checkpoints, "fp8_e5m2")
         for one, other in zip(plain, fp8, strict=True):
             for spec, with_pool in zip(one.specs, other.specs, strict=True):
@@ -265,8 +297,14 @@ class TestPlan:
         assert not set(plan.NOT_BY_DEFAULT) & set(default)
         assert set(plan.NOT_BY_DEFAULT) < set(all_specs(tmp_path)["chain-graph-patched"])
 
+    def test_log_probabilities_come_from_the_same_target_without_speculation(self, tmp_path: Path) -> None:
+        options = all_specs(tmp_path)
+        margins, stock = options["dflash-graph-margins"], options["dflash-graph-stock"]
+        assert not [word for word in margins if "speculative" in word]
+        assert margins[margins.index("--model-path") + 1] == stock[stock.index("--model-path") + 1]
+
     def test_each_cold_server_has_a_cache_of_its_own(self, tmp_path: Path) -> None:
-        checkpoints = models.Checkpoints(*[tmp_path] * 4)
+        checkpoints = models.Checkpoints.below(tmp_path)
         wanted = plan.rank_specs(checkpoints, 2, tmp_path)
         caches = [spec.environ["KDTREE_CACHE_DIR"] for spec in wanted.specs if spec.patched]
         assert len(set(caches)) == len(caches) == 6

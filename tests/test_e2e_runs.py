@@ -39,7 +39,7 @@ class Bed:
         self.folder = folder
         self.record = Record(folder / "run.json", "command", quiet=True)
         self.fleet = Fleet(folder, 20, 20.0, lambda text: None, FAKE)
-        self.checkpoints = models.Checkpoints(*(folder / name for name in ("target", "noisy", "deep", "shallow")))
+        self.checkpoints = models.Checkpoints.below(folder)
 
     def missed(self) -> list[str]:
         return [one["bar"] for one in self.record.document["verdict"] if not one["ok"]]
@@ -72,7 +72,10 @@ def run_tokens(
 ) -> list[str]:
     [one] = [pair for pair in plan.token_pairs(bed.checkpoints, pool) if pair.name == name]
     one = dataclasses.replace(
-        one, stock=with_environ(one.stock, **(stock or {})), patched=with_environ(one.patched, **patched)
+        one,
+        stock=with_environ(one.stock, **(stock or {})),
+        patched=with_environ(one.patched, **patched),
+        margins=one.margins and with_environ(one.margins, **(stock or {})),
     )
     bed.fleet.want(one.specs)
     tokens.run(bed.fleet, bed.record, [one], pool)
@@ -110,6 +113,33 @@ def test_a_token_that_is_none_of_stocks_best_two_is_no_tie(bed: Bed) -> None:
     # At token 20 the stand-in's best two are others than the token that the patched one says.
     assert run_tokens(bed, stock={"FAKE_MARGIN": "0.05"}, FAKE_DIFFER="20") != []
     assert "inf apart" in bed.found("tokens as stock's")
+
+
+@pytest.mark.parametrize(("margin", "missed"), [("0.05", []), ("1.5", ["tokens as stock's"])])
+def test_where_the_pair_says_no_log_probabilities_a_third_server_does(bed: Bed, margin: str, missed: list[str]) -> None:
+    found = run_tokens(bed, stock={"FAKE_MARGIN": margin}, name="dflash-graph", FAKE_DIFFER="0")
+    assert len(found) == len(missed) and all(word in bar for word, bar in zip(missed, found, strict=True))
+    assert f"where stock's best two are {float(margin):.3f} apart" in bed.found("tokens as stock's")
+    assert set(bed.record.document["servers"]) == {f"dflash-graph-{one}" for one in ("stock", "patched", "margins")}
+    assert not any(server.alive for server in bed.fleet.started)
+
+
+def test_the_server_that_says_them_must_not_have_the_patch(bed: Bed) -> None:
+    [one] = [pair for pair in plan.token_pairs(bed.checkpoints) if pair.name == "dflash-graph"]
+    assert one.margins is not None
+    one = dataclasses.replace(one, margins=dataclasses.replace(one.margins, patched=True))
+    bed.fleet.want(one.specs)
+    tokens.run(bed.fleet, bed.record, [one])
+    assert bed.missed() == ["dflash-graph-margins: no [kdtree] line"]
+
+
+def test_a_server_that_refuses_log_probabilities_is_told_as_that(bed: Bed) -> None:
+    [one] = [pair for pair in plan.token_pairs(bed.checkpoints) if pair.name == "dflash-graph"]
+    one = dataclasses.replace(one, patched=with_environ(one.patched, FAKE_DIFFER="0"), margins=None)
+    bed.fleet.want(one.specs)
+    tokens.run(bed.fleet, bed.record, [one])
+    assert bed.missed() == ["dflash-graph: tokens as stock's (prompt 5 not judged)"]
+    assert "answers 400" in bed.found("tokens as stock's")
 
 
 def test_an_answer_that_is_short_misses_the_bar(bed: Bed) -> None:
@@ -155,9 +185,10 @@ def test_a_stock_server_must_not_have_the_patch(bed: Bed) -> None:
     assert bed.missed() == ["plain: no [kdtree] line"]
 
 
-def test_validation_is_judged_where_it_is_on(bed: Bed) -> None:
+@pytest.mark.parametrize("name", ["same-eager", "dflash-graph"])
+def test_validation_is_judged_where_it_is_on(bed: Bed, name: str) -> None:
     lines = "[kdtree] installed|[kdtree] calls served=10|[kdtree] L0 max_abs_diff=1 mean=1 rel=6e-3"
-    assert run_tokens(bed, name="same-eager", FAKE_LINES=lines) == ["same-eager-patched: rel below 0.005"]
+    assert run_tokens(bed, name=name, FAKE_LINES=lines) == [f"{name}-patched: rel below 0.005"]
 
 
 def test_a_server_that_dies_costs_its_pair_and_no_other(bed: Bed) -> None:

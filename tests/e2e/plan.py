@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.e2e.models import Checkpoints
+from tests.e2e.models import DFLASH_BLOCK, Checkpoints
 from tests.e2e.server import ServerSpec
 
 TREE = dict(steps=3, topk=4, draft_tokens=16)
@@ -68,21 +68,33 @@ def speculation(draft: Path, steps: int, topk: int, draft_tokens: int) -> tuple[
     )
 
 
+def dflash(draft: Path) -> tuple[str, ...]:
+    """Of steps and topk SGLang makes 1 each; the draft tokens are the block."""
+    return (
+        *("--speculative-algorithm", "DFLASH"),
+        *("--speculative-draft-model-path", str(draft)),
+        *("--speculative-dflash-block-size", str(DFLASH_BLOCK)),
+    )
+
+
 def graphs(mode: str, *sizes: int) -> tuple[str, ...]:
     return ("--disable-cuda-graph",) if mode == "eager" else ("--cuda-graph-bs", *map(str, sizes))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A stock server and a patched one that differ in nothing else."""
+    """A stock server and a patched one that differ in nothing else. `margins`: a stock server of the same target that
+    is asked for log-probabilities, where those two have none."""
 
     name: str
     stock: ServerSpec
     patched: ServerSpec
+    margins: ServerSpec | None = None
 
     @property
-    def specs(self) -> tuple[ServerSpec, ServerSpec]:
-        return self.stock, self.patched
+    def specs(self) -> tuple[ServerSpec, ...]:
+        both = self.stock, self.patched
+        return both if self.margins is None else (*both, self.margins)
 
 
 def pair(name: str, options: tuple[str, ...], environ: Mapping[str, str] = {}) -> Pair:
@@ -93,7 +105,8 @@ def pair(name: str, options: tuple[str, ...], environ: Mapping[str, str] = {}) -
 
 def token_pairs(models: Checkpoints, pool: str | None = None) -> list[Pair]:
     """Draft and target: the same model, or one that is often wrong. Eager and with graphs; a chain, whose calls have
-    no mask; and SGLang's default options, with radix cache and piecewise graphs. `pool`: the type of an fp8 KV pool."""
+    no mask; SGLang's default options, with radix cache and piecewise graphs; and DFLASH, whose target verifies a chain
+    with a mask, and whose draft has verify calls of its own. `pool`: the type of an fp8 KV pool."""
     kv = () if pool is None else ("--kv-cache-dtype", pool)
     target = (*_target(models.target), *kv)
     drafts = {"same": models.target, "noisy": models.noisy}
@@ -108,6 +121,10 @@ def token_pairs(models: Checkpoints, pool: str | None = None) -> list[Pair]:
     chain = (*target, *SMALL, *NOT_BY_DEFAULT, *graphs("graph", 1, 2, 4))
     pairs.append(pair("default-graph", default))
     pairs.append(pair("chain-graph", (*chain, *speculation(models.noisy, **CHAIN))))
+    # Next to no draft is accepted, so tokens speak for the first row of a chain alone: for the others validation does.
+    block = pair("dflash-graph", (*chain, *dflash(models.dflash)), VALIDATE)
+    margins = (*target, *SMALL, *NOT_BY_DEFAULT, *graphs("eager"))
+    pairs.append(replace(block, margins=ServerSpec("dflash-graph-margins", False, margins)))
     return pairs
 
 

@@ -3,7 +3,8 @@
 Both are greedy, and results of the two kernels differ by rounding: where the two best tokens are as good as tied,
 either may be chosen, and what follows is another text. So at the first difference the stock server is asked how far its
 two best tokens are apart there. A difference counts as a tie if they are closer than `TIE`, and if the patched server
-has chosen one of them. A kernel that computes wrongly differs where there is no tie.
+has chosen one of them. A kernel that computes wrongly differs where there is no tie. A DFLASH server refuses to say
+log-probabilities: there a third server says them, stock too, without speculation.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def margin(server: Server, text: Sequence[int], chosen: int) -> float:
     return abs(first - second) if chosen in (a, b) else float("inf")
 
 
-def compare(stock: Server, answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
-    """A row for each prompt, alone and in the batch. `answers` has those of both doors."""
+def compare(margins: Server, answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
+    """A row for each prompt, alone and in the batch. `answers` has those of both doors; `margins` is a stock server."""
     rows = []
     for how in ("alone", "batch"):
         for prompt, ours, theirs in zip(prompts(), answers["patched"][how], answers["stock"][how], strict=True):
@@ -83,7 +84,7 @@ def compare(stock: Server, answers: dict[str, dict[str, list[Answer]]]) -> list[
             if at is not None and at < min(len(ours["output_ids"]), len(theirs["output_ids"])):
                 text = prompt + theirs["output_ids"][:at]
                 try:
-                    row["margin"] = margin(stock, text, ours["output_ids"][at])
+                    row["margin"] = margin(margins, text, ours["output_ids"][at])
                 except ServiceError as error:
                     row["no_margin"] = str(error)[:300]
             rows.append(row)
@@ -159,8 +160,11 @@ def run(fleet: Fleet, record: Record, pairs: Sequence[Pair], pool: str | None = 
     for one in pairs:
         with record.attempt(one.name):
             servers = {"stock": fleet.ready(one.stock.name), "patched": fleet.ready(one.patched.name)}
+            margins = servers["stock"]
+            if one.margins is not None:
+                margins = servers["margins"] = fleet.ready(one.margins.name)
             record.say(f"{one.name}: prompts of {', '.join(map(str, LENGTHS))} tokens, alone and as a batch")
-            rows = compare(servers["stock"], {door: ask(server) for door, server in servers.items()})
+            rows = compare(margins, {door: ask(servers[door]) for door in ("stock", "patched")})
             document[one.name] = rows
             if pool is None:
                 judge_tokens(record, one.name, rows)
@@ -169,6 +173,8 @@ def run(fleet: Fleet, record: Record, pairs: Sequence[Pair], pool: str | None = 
                 record.bar(f"{one.name}: answered with an {pool} pool (tokens not judged)", complete, describe(rows))
             judge_lines(record, servers["patched"])
             judge_stock(record, servers["stock"])
+            if margins is not servers["stock"]:
+                judge_stock(record, margins)
             if servers["patched"].spec.environ.get("KDTREE_VALIDATE") == "1":
                 judge_validation(record, servers["patched"], REL_LIMIT if pool is None else FP8_REL_LIMIT)
             for server in servers.values():
