@@ -26,6 +26,7 @@ from kdtree_patch.ledger import Ledger
 from kdtree_patch.notice import Notice
 from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
+from tests.e2e import lines
 from tests.fakes import FakeKernel, Stock, a_batch, a_case, a_layer, arguments
 from tests.support.cases import reference
 from tests.support.env import REPO
@@ -113,8 +114,8 @@ def test_a_guard_that_trips_on_one_rank_brings_all_to_stock(tmp_path: Path) -> N
     for rank, child in ((0, zero), (2, two)):
         (line,) = child.errors
         assert f" reason=guard_elsewhere tp_rank={rank} of=1 of_layer=3 of_pid=" in line
-        assert "the guard of another worker of this service has tripped; that worker's own line has the details" in line
-        assert line.endswith("; verify calls run stock from here on")
+        words = "the guard of another worker of this service has tripped; the line of that worker has the details"
+        assert line.endswith(f"{words}; verify calls run stock from here on")
 
 
 def named_by(command: str) -> str:
@@ -173,6 +174,8 @@ def test_what_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.ledger.counts == {("kernel", "verify"): 1, ("stock", "guard_elsewhere"): 2}
     (line,) = said(capsys, "ERROR")
     assert f"disabled reason=guard_elsewhere tp_rank=2 {WORDS} the guard of another worker" in line
+    (read_back,) = lines.parse(line)
+    assert (read_back.word, read_back.rank, read_back.fields["of"]) == ("disabled", 2, "1")
     assert tripped == []  # that metric is of the worker that has tripped
 
 
