@@ -10,7 +10,6 @@ import os
 import signal
 import statistics
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.e2e.server import Fleet, Server
 
 # Seconds that a patched server may start later than a stock one.
 START_UP = 3.0
-KILL_PATIENCE = 150.0
 COMPILED = "compiled verify_attn_flash.cu"
 
 
@@ -36,8 +34,8 @@ class CompilerKiller(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        deadline = time.monotonic() + KILL_PATIENCE
-        while self.killed is None and time.monotonic() < deadline and not self._over.is_set():
+        # Until the servers have started: how long it takes to one that compiles, nobody knows beforehand.
+        while self.killed is None and not self._over.is_set():
             for lock in self._cache.glob("*.lock"):
                 holder = gpus.holder_of_lock(lock)
                 # Not a worker that looks into the cache for a moment.
