@@ -4,7 +4,8 @@ Hangs off the router of one backend, which has already decided that the call is 
 there when the call returns: their figures are read, said, and acted on at once. A captured call computes nothing, so
 the graph is given both kernels, the comparison, and the choice between the two results by a flag on the device
 (`validate.Comparison`): a replay that trips the guard serves the stock result from that very layer on, with no help of
-the host. The host comes by once a step, in `before_step`, and reads what an earlier step has left.
+the host. The host comes by once a step, in `before_step`, and reads what an earlier step has left. There it also finds
+that the guard of another rank has tripped (`notice.py`): then this one goes stock as well, as for any other reason.
 
 Between compared steps the stock kernel in a graph is given offsets that say "no requests", so it has nothing to do:
 `KDTREE_VALIDATE_EVERY` means the same in a graph as without. Knows torch, and nothing of SGLang.
@@ -12,6 +13,7 @@ Between compared steps the stock kernel in a graph is given offsets that say "no
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 
 from kdtree_patch import guard, log
-from kdtree_patch.ledger import GUARD, Ledger, is_fatal
+from kdtree_patch.ledger import GUARD, GUARD_ELSEWHERE, Ledger, is_fatal
+from kdtree_patch.notice import Notice
 from kdtree_patch.settings import Settings
 from kdtree_patch.tiles import LATENT
 from kdtree_patch.validate import (
@@ -102,6 +105,7 @@ class Both:
         self._buffers = Buffers(device)
         self._comparison = Comparison(device, settings.guard_rel)
         self._snapshot = guard.Snapshot(self._buffers, device) if settings.guard_dump else None
+        self._notice = Notice() if settings.guard_rel is not None else None
         self._open = torch.zeros((), dtype=torch.int64, device=device)
         self._graph_calls: dict[int, guard.Call] = {}  # by the number of elements of the output
         self._warming_up = False
@@ -238,12 +242,31 @@ class Both:
         """A batch is about to be prepared: what the last replay has left behind is still there."""
         self._warming_up = False
         self._ledger.harmlessly("fetching what validation has found", self._fetch)
+        if not self._told:
+            self._ledger.harmlessly("looking whether another rank's guard has tripped", self._heed)
+
+    def _heed(self) -> None:
+        """Goes stock if another worker's guard has tripped."""
+        if self._notice is not None and self._ledger.disabled is None:
+            posted = self._notice.look()
+            if posted is not None:
+                own = log.fields({"tp_rank": self._rank})
+                words = f"{own} {posted} the guard of another worker of this service has tripped"
+                self._ledger.disable(GUARD_ELSEWHERE, words)
+        # Here and not before a replay alone: with a metadata graph the host does not come by there.
+        self._tell_graphs()
+
+    def _tell_graphs(self) -> None:
+        """That the kernel is off, if it is; in the order of the current stream."""
+        if self._ledger.disabled is not None and not self._told:
+            self._told = True
+            self._comparison.trip()
 
     def _fetch(self) -> None:
         layers, tripped = self._comparison.fetched()
         for one in layers:
             self._say(one.layer, one.found)
-        if tripped is not None and self._ledger.disabled is None:
+        if tripped is not None and self._ledger.disabled in (None, GUARD_ELSEWHERE):
             # In a replay, a step or two ago. Of which batch size, its number of elements tells.
             about, tensors = replace(self._graph_calls[tripped.size], layer=tripped.layer), None
             if self._snapshot is not None:
@@ -260,9 +283,7 @@ class Both:
         self._ledger.harmlessly("preparing a replay", lambda: self._prepare_replay(recording))
 
     def _prepare_replay(self, recording: Recording) -> None:
-        if self._ledger.disabled is not None and not self._told:
-            self._told = True
-            self._comparison.trip()
+        self._tell_graphs()
         due = self._ledger.disabled is None and self._replays % self._every == 0
         self._replays += 1
         self._unfetched |= due
@@ -301,6 +322,8 @@ class Both:
                     raise
                 saved = {"dump": "none", "dump_error": f"{type(error).__name__}: {error}"}
         self._ledger.disable(GUARD, guard.message(about, found.figures(), self._limit or 0.0, self._facts, saved))
+        if self._notice is not None:
+            self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer, "of_pid": os.getpid()}))
 
     def _second_output(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("second output", out.numel(), out.dtype, capturing).view(out.shape)

@@ -10,8 +10,9 @@ from typing import Final, Protocol
 
 from kdtree_patch import log
 
-# The reason code of a guard that has tripped.
+# The reason codes of a guard that has tripped, and of one that has in another worker.
 GUARD: Final = "guard"
+GUARD_ELSEWHERE: Final = "guard_elsewhere"
 
 # CUDA errors after which the context is lost: every later call fails as well, so going on with the stock kernel would
 # only hide where it happened. 214 and 220 are uncorrectable errors of ECC and NVLink, 226 is a contained fault of the
@@ -70,8 +71,10 @@ class Ledger:
         return True
 
     def disable(self, reason: str, message: str) -> None:
-        """Turns the kernel off for the life of the process, with one ERROR line."""
-        if self.disabled is None:
+        """Turns the kernel off for the life of the process, with one ERROR line. A guard that has tripped here as well
+        is said after that of another worker: where the fault is in all of them, its line must not hide this one.
+        """
+        if self.disabled is None or (self.disabled == GUARD_ELSEWHERE and reason == GUARD):
             self.disabled = reason
             self.first(("declined", reason))  # the calls that are declined from now on are counted; this line says why
             words = log.advised(reason, message)

@@ -74,7 +74,7 @@ class Metrics:
         )
         self._tripped = Gauge(
             "kdtree:guard_tripped",
-            "1 if the guard has turned the kernel off in a worker.",
+            "1 if the guard of a worker has tripped; not in those that are stock because of it.",
             multiprocess_mode="max",
         )
         self._tripped.set(0)

@@ -50,8 +50,13 @@ _LINES = 'docs/operations.md, "Log lines"'
 _CALLS = 'docs/limits.md, "Calls that are left to the stock kernel"'
 _WORKERS = 'docs/limits.md, "Workers that stay stock"'
 _TURNED_OFF = 'docs/limits.md, "Kernels that are turned off"'
+_TRIPPED = {"guard": "the guard has tripped", "guard_elsewhere": "the guard of another rank has tripped"}
 _DISABLED = {
     "guard": ["the line holds what a bug report needs, and `dump=` the file, if there is one"],
+    "guard_elsewhere": [
+        "nothing in these ranks: they went stock because the guard of the rank that `of=` names has tripped; that "
+        "rank's own line has the details"
+    ],
     "guard_failed": [
         "a WARNING before it says why the call could not be compared; memory: leave the service some more"
     ],
@@ -233,7 +238,7 @@ def _processes(logs: Sequence[Log], names: Names) -> list[Finding]:
     """Kernels that were turned off, workers that stay stock, other errors, kinds of call that are not served."""
     found = []
     for reason, events in _by_reason(logs, "disabled").items():
-        title = "the guard has tripped" if reason == "guard" else f"the kernel was turned off: {reason}"
+        title = _TRIPPED.get(reason, f"the kernel was turned off: {reason}")
         check = _DISABLED.get(reason, [_TURNED_OFF])
         found.append(Finding("disabled", f"{title} ({_who(events, names)})", _quote(events, names), check))
     for reason, events in _by_reason(logs, "declined").items():

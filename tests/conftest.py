@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kdtree_patch import notice
 from kdtree_patch.log import get_logger, set_level
 from tests.support.env import RELEASES
 from tests.support.lab import Lab
@@ -34,6 +36,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file + next((release for release in RELEASES if f"[{release}" in test), "")
 
     return ByFileAndRelease(config, log)
+
+
+@pytest.fixture(scope="session")
+def folder_of_notices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notices")
+
+
+@pytest.fixture(autouse=True)
+def notices(folder_of_notices: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which a guard that trips here tells others of it: one that no other test looks into."""
+    monkeypatch.setattr(notice, "FOLDER", folder_of_notices)
+    yield folder_of_notices
+    for path in folder_of_notices.iterdir():
+        path.unlink()
 
 
 @pytest.fixture

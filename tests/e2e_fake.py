@@ -9,6 +9,7 @@ What goes wrong with it, environment variables say.
     FAKE_MARGIN    how far the best two tokens are apart, when it is asked
     FAKE_SHORT     one token less than was asked for
     FAKE_STEP_MS   what a verify step takes
+    FAKE_EACH      what it writes to its log at each request, `|` for a new line
     FAKE_LINES     what it writes to its log instead of the usual lines, `|` for a new line
 """
 
@@ -30,6 +31,10 @@ LINES = (
     '[kdtree] installed version=0 gpu="NVIDIA H200" tp_rank=0|[kdtree] calls served=100 forward_mode=3'
     "|[kdtree] L0 max_abs_diff=1e-3 mean=1e-5 rel=2.0e-03 tp_rank=0"
 )
+
+
+def say(lines: str) -> None:
+    print(lines.replace("|", "\n"), file=sys.stderr, flush=True)
 
 
 def number(name: str, default: float = -1) -> float:
@@ -76,6 +81,8 @@ class Handler(BaseHTTPRequestHandler):
             Handler.running += 1
             asked = Handler.asked
         try:
+            if PATCHED and "FAKE_EACH" in os.environ:
+                say(os.environ["FAKE_EACH"])
             if asked == number("FAKE_DIE_AT"):
                 os._exit(3)
             if number("FAKE_REFUSE") > 0 and asked % number("FAKE_REFUSE") == 0:
@@ -134,7 +141,7 @@ def main() -> None:
     if os.environ.get("FAKE_START") == "hang":
         time.sleep(600)
     if PATCHED:
-        print(os.environ.get("FAKE_LINES", LINES).replace("|", "\n"), file=sys.stderr, flush=True)
+        say(os.environ.get("FAKE_LINES", LINES))
     ThreadingHTTPServer.daemon_threads = True
     ThreadingHTTPServer.request_queue_size = 64
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

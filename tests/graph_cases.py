@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kdtree_patch.notice import Notice
 from kdtree_patch.settings import Settings
 from tests.graph_bench import GraphBench
-from tests.support.cases import reference
+from tests.support.cases import Case, reference
 from tests.support.reference import rel
 
 Make = Callable[..., GraphBench]
@@ -184,6 +185,46 @@ def the_guard_trips_in_a_replay(make: Make, settings: Settings, capsys: pytest.C
     assert bench.ledger.counts["kernel", "verify"] == before
     bench.settle()
     assert "ERROR" not in capsys.readouterr().err
+
+
+def another_ranks_notice_between_replays(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """The very next replay serves the stock result, and so does whatever else this rank computes from there on."""
+    bench = make(Settings(guard_rel=0.05, validate_every=1000), wrong=1.0, wrong_from=1)
+    bench.capture(4, 2)
+
+    def is_right(run: Callable[[list[Case]], list[torch.Tensor]], step: int) -> bool:
+        cases = bench.cases([50 + step, 20], seed=step)
+        outs = zip(run(cases), cases, strict=True)
+        return all(rel(out, reference(case)) < LIMIT[out.dtype] for out, case in outs)
+
+    def replay(cases: list[Case]) -> list[torch.Tensor]:
+        return bench.replay(2, cases)
+
+    # The second one is wrong, and none that is compared.
+    assert [is_right(replay, step) for step in (0, 1)] == [True, False]
+    before = bench.ledger.counts["kernel", "verify"]
+    Notice().post("of=0 of_layer=0 of_pid=1")
+    for run in (replay, replay, lambda cases: bench.replay(4, cases), bench.eager):
+        assert is_right(run, 2)
+    assert bench.ledger.counts["kernel", "verify"] == before
+    assert bench.ledger.counts["stock", "guard_elsewhere"] == 4 * len(bench.layers)
+    bench.settle()
+    errors = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line]
+    assert len(errors) == 1 and "disabled reason=guard_elsewhere tp_rank=2 of=0 " in errors[0]
+
+
+def ranks_that_trip_in_one_replay_all_say_so(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """The notice of the other one is there before the figures of this one are."""
+    bench = make(GUARD, wrong=1.0)
+    bench.capture(2)
+    bench.replay(2, bench.cases([50, 20]))
+    Notice().post("of=0 of_layer=0 of_pid=1")
+    bench.router.before_step()
+    assert bench.ledger.disabled == "guard_elsewhere"
+    bench.settle()
+    assert bench.ledger.disabled == "guard"
+    errors = [line for line in capsys.readouterr().err.splitlines() if "ERROR" in line]
+    assert len(errors) == 2 and "disabled reason=guard layer=0 " in errors[1]
 
 
 def the_dump_of_a_replay_has_the_inputs_of_that_call(make: Make, folder: Path) -> None:

@@ -499,6 +499,7 @@ def test_codes_are_found_where_they_are_written() -> None:
         "unexpected_arguments": "route.py",  # assigned
         "forward_mode": "route.py",  # counted
         "guard": "compare.py",  # by another name
+        "guard_elsewhere": "compare.py",
         "validation_failed": "compare.py",  # beside its route
         "sinks": "contract.py",  # of the table
     }.items():

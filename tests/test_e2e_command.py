@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import __main__ as command
-from tests.e2e import gpus, models, plan, ranks, report
+from tests.e2e import gpus, models, plan, report
 from tests.e2e.client import ServiceError
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -150,8 +150,7 @@ def test_a_file_that_could_not_be_written_is_status_2(stand_ins: None, tmp_path:
     assert out.endswith("PASS\n") and "run.json cannot be written: No space left" in err.splitlines()[-1]
 
 
-def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "KILL_PATIENCE", 0.0)
+def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     # The stand-in has one rank, and no compiler.
     assert command.main(["--tp", "2", "--json", str(path)]) == 1

@@ -29,7 +29,9 @@ RANKS = "|".join(
         *(f"[kdtree] L0 max_abs_diff=1e-3 mean=1e-5 rel=2e-03 tp_rank={rank}" for rank in (0, 1)),
     ]
 )
-TRIPPED = RANKS + "|[kdtree] ERROR disabled reason=guard layer=0 rel=2e-3 tp_rank=1; verify calls run stock"
+GUARD = "|[kdtree] ERROR disabled reason=guard layer=0 rel=2e-3 tp_rank=1; verify calls run stock"
+ELSEWHERE = "|[kdtree] ERROR disabled reason=guard_elsewhere tp_rank=0 of=1 of_layer=0 of_pid=9 the guard; verify calls"
+TRIPPED = RANKS + GUARD + ELSEWHERE
 
 
 class Bed:
@@ -443,6 +445,15 @@ def run_ranks(bed: Bed, monkeypatch: pytest.MonkeyPatch, trip: str = TRIPPED, **
     return bed.missed()
 
 
+def run_trip(bed: Bed, trip: str = TRIPPED, **environ: str) -> list[str]:
+    """The server whose guard trips, and the stock one that it is compared with."""
+    wanted = plan.rank_specs(bed.checkpoints, 2, bed.folder)
+    stock = next(one.stock for one in wanted.pairs if one.name == "noisy-graph")
+    bed.fleet.want([stock, with_environ(wanted.trip, FAKE_LINES=trip, **environ)])
+    ranks.judge_trip(bed.record, bed.fleet.ready(wanted.trip.name), bed.fleet.ready(stock.name), 2)
+    return bed.missed()
+
+
 KILLED = "killed-patched: the compiler was killed while it compiled"
 
 
@@ -468,9 +479,40 @@ def test_ranks_that_are_not_miss_theirs(bed: Bed, monkeypatch, lines: str, bar: 
     assert any(bar in missed for missed in run_ranks(bed, monkeypatch, lines=lines))
 
 
-@pytest.mark.parametrize("trip", [RANKS, TRIPPED.replace("2e-3 tp_rank=1;", "2e-3 tp_rank=0;")])
-def test_the_guard_has_to_trip_on_rank_1(bed: Bed, monkeypatch, trip: str) -> None:
-    assert "trip-patched: the guard trips on rank 1 alone" in run_ranks(bed, monkeypatch, trip)
+TOGETHER = "trip-patched: the guard trips on rank 1 alone, and each other rank goes stock with it"
+
+
+@pytest.mark.parametrize(
+    "trip",
+    [
+        RANKS,
+        RANKS + GUARD,
+        RANKS + ELSEWHERE,
+        TRIPPED.replace("2e-3 tp_rank=1;", "2e-3 tp_rank=0;"),
+        TRIPPED.replace("elsewhere tp_rank=0", "elsewhere tp_rank=1"),
+        TRIPPED.replace("of=1", "of=0"),
+        TRIPPED + ELSEWHERE,
+        TRIPPED + "|[kdtree] ERROR disabled reason=launch_failed no; verify calls run stock",
+    ],
+)
+def test_the_guard_has_to_trip_on_rank_1_and_to_bring_the_other_along(bed: Bed, monkeypatch, trip: str) -> None:
+    assert run_trip(bed, trip) == [TOGETHER]
+
+
+@pytest.mark.parametrize(
+    "line", ["L1 max_abs_diff=1e-3 mean=1e-5 rel=2e-03 calls=1 tp_rank=0", "calls served=1000 forward_mode=3"]
+)
+def test_a_rank_that_serves_on_after_the_trip_is_told(bed: Bed, line: str) -> None:
+    assert run_trip(bed, FAKE_EACH=f"[kdtree] {line}") == ["trip-patched: no rank has served a call since"]
+
+
+def test_a_rank_that_has_never_served_has_not_gone_stock(bed: Bed) -> None:
+    silent = "|".join(line for line in TRIPPED.split("|") if "L0" not in line and "calls" not in line.split()[1])
+    assert run_trip(bed, silent) == ["trip-patched: no rank has served a call since"]
+
+
+def test_another_error_with_the_trip_is_told(bed: Bed) -> None:
+    assert run_trip(bed, TRIPPED + "|[kdtree] ERROR x") == ["trip-patched: no other error"]
 
 
 def test_a_deadlock_after_the_trip_is_told(bed: Bed, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import gpus, server
 from tests.e2e.client import Client, ServiceError
 from tests.e2e.server import REPOSITORY, Fleet, ServerSpec, free_port
 
@@ -46,6 +48,27 @@ def test_a_stream_has_each_request_to_its_end(fleet: Fleet) -> None:
     assert {chunk.index for chunk in chunks} == {0, 1}
     assert [chunk.tokens for chunk in chunks][-2:] == [9, 9]
     assert [chunk.at for chunk in chunks] == sorted(chunk.at for chunk in chunks)
+
+
+def test_ports_are_none_that_the_system_takes_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of other servers open many while one starts, and it listens at the end."""
+    given = [free_port() for _ in range(200)]
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len({*given}) == 200 and (max(given) < lowest or lowest <= 12000)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        taken, fresh = listening.getsockname()[1], given.pop()
+        server._given.discard(fresh)
+        offered = iter([taken, given[0], taken, fresh])
+        monkeypatch.setattr(server.random, "choice", lambda ports: next(offered))
+        assert free_port() == fresh
+
+
+def test_each_server_has_a_port_of_its_own_for_its_ranks(fleet: Fleet) -> None:
+    fleet.want([spec("one"), spec("two")])
+    words = [gpus.command_line(one.pid).split() for one in fleet.started]
+    ports = [own[own.index(name) + 1] for own in words for name in ("--port", "--nccl-port")]
+    assert len({*ports}) == 4
 
 
 def test_more_than_there_is_room_for_wait_for_their_turn(fleet: Fleet) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kdtree_patch import log
+from kdtree_patch.notice import Notice
 from kdtree_patch.route import VerifyRouter
 from kdtree_patch.settings import Settings
 from kdtree_patch.validate import CHUNK, FIGURES, LAYERS, Buffers, NotPrepared, scratch_elements
@@ -74,6 +75,30 @@ def test_every_nth_replay(mode: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("settings", [cases.GUARD, Settings(guard_rel=0.05, validate=True)], ids=["guard", "both"])
 def test_the_guard_trips_in_a_replay(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     cases.the_guard_trips_in_a_replay(make, settings, capsys)
+
+
+def test_another_ranks_notice_between_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.another_ranks_notice_between_replays(make, capsys)
+
+
+def test_ranks_that_trip_in_one_replay_all_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.ranks_that_trip_in_one_replay_all_say_so(make, capsys)
+
+
+def test_another_ranks_notice_where_metadata_is_replayed_from_a_graph() -> None:
+    """The host comes by at the next eager step alone, and tells the graphs then."""
+    bench = make(Settings(guard_rel=0.05, validate_every=1000), wrong=1.0)
+    bench.capture(2)
+    metadata = FakeGraph()
+    metadata.capture(lambda: bench.router.replay_begins(2))
+    Notice().post("of=0")
+    bench.router.before_step()
+    batch = bench.cases([5, 40])
+    bench.write_metadata(batch, 2)
+    metadata.replay()
+    bench.graphs[2].replay()
+    for layer, case in zip(bench.layers, batch, strict=True):
+        assert rel(layer.out[: case.q.shape[0]], reference(case)) < cases.LIMIT[case.q.dtype]
 
 
 def test_the_dump_of_a_replay_has_the_inputs_of_that_call(tmp_path: Path) -> None:

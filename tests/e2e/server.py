@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -68,7 +69,8 @@ class Server:
         self.ready_s: float | None = None
         self.failure: str | None = None
         self._started = time.monotonic()
-        command = [sys.executable, *program, *spec.options, "--host", "127.0.0.1", "--port", str(self.port)]
+        ports = ("--port", str(self.port), "--nccl-port", str(free_port()))
+        command = [sys.executable, *program, *spec.options, "--host", "127.0.0.1", *ports]
         with self.log.open("wb") as log:
             # Not in our folder: Python would put it on the path of the stock servers too.
             self._process = subprocess.Popen(
@@ -131,13 +133,20 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """One that nobody listens on, and that this function has not given to anybody else."""
+    """One that nobody listens on, and that this function has not given to anybody else.
+
+    A server listens there a minute later, and the ranks of those beside it open hundreds of connections meanwhile: so
+    it is below the ports that the system takes for them.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    # SGLang adds up to 10,000 to the number for ports of its own.
+    ports = range(10000, lowest if 12000 < lowest <= 50000 else 50000)
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        # SGLang adds up to 10,000 to the number for ports of its own.
-        if port not in _given and port < 50000:
+        port = random.choice(ports)
+        if port in _given:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             _given.add(port)
             return port
 

@@ -76,6 +76,14 @@ def test_the_guard_trips_in_a_replay(make: cases.Make, settings: Settings, capsy
     cases.the_guard_trips_in_a_replay(make, settings, capsys)
 
 
+def test_another_ranks_notice_between_replays(make: cases.Make, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.another_ranks_notice_between_replays(make, capsys)
+
+
+def test_ranks_that_trip_in_one_replay_all_say_so(make: cases.Make, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.ranks_that_trip_in_one_replay_all_say_so(make, capsys)
+
+
 def test_the_dump_of_a_replay_has_the_inputs_of_that_call(make: cases.Make, tmp_path: Path) -> None:
     cases.the_dump_of_a_replay_has_the_inputs_of_that_call(make, tmp_path)
 

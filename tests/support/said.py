@@ -60,8 +60,8 @@ def _strings(node: ast.expr, all_of_it: bool = False) -> list[str]:
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
-    if isinstance(node, ast.Name) and node.id == "GUARD":
-        return [ledger.GUARD]
+    if isinstance(node, ast.Name) and node.id in ("GUARD", "GUARD_ELSEWHERE"):
+        return [getattr(ledger, node.id)]
     parts: list[ast.expr] = []
     if isinstance(node, ast.IfExp):
         parts = [node.body, node.orelse]
