@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,7 +256,8 @@ def test_requests_one_after_the_other_have_no_window() -> None:
 def run_speed(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, *points: speed.Point, stock_ms: int, patched_ms: int
 ) -> list[str]:
-    monkeypatch.setattr(speed, "MOST", 1)
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    monkeypatch.setattr(speed, "PATIENCE", 0.0)
     monkeypatch.setattr(speed, "NEW_TOKENS", 24)
     pairs = [
         dataclasses.replace(
@@ -291,19 +291,26 @@ def test_a_server_that_is_no_faster_misses_them(bed: Bed, monkeypatch: pytest.Mo
     assert "graph 8192,1: 0." in bed.found("nowhere slower")
 
 
-def test_servers_take_turns_until_each_was_as_quick_twice() -> None:
-    asked = []
+class Stream:
+    """A server whose windows of ten steps take so many seconds."""
 
-    class Stream:
-        def __init__(self, name: str, *seconds: float):
-            self.name, self.seconds = name, iter(seconds)
+    def __init__(self, name: str, asked: list[str], *seconds: float):
+        self.name, self.asked, self.seconds = name, asked, iter(seconds)
+        self.client = self
 
-        def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
-            asked.append(self.name)
-            return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
+    def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
+        self.asked.append(self.name)
+        return [chunk(0, 0, 1), chunk(next(self.seconds), 0, 21, 10)]
 
-    streams = Stream("stock", 9.0, 1.0, 8.0, 1.02), Stream("patched", 2.0, 3.0, 2.01, 9.0)
-    servers: Any = {stream.name: SimpleNamespace(client=stream) for stream in streams}
+
+def a_row(mode: str, *streams: Stream) -> speed.Row:
+    servers: Any = dict(zip(("stock", "patched"), streams, strict=True))
+    return speed.Row(mode, speed.Point(64, 1), servers)
+
+
+def test_the_shortest_window_of_each_counts_and_each_is_alone_in_its_own() -> None:
+    asked: list[str] = []
+    row = a_row("eager", Stream("stock", asked, 9.0, 1.0), Stream("patched", asked, 2.0, 3.0))
 
     @contextlib.contextmanager
     def alone(server: Any) -> Iterator[None]:
@@ -311,11 +318,35 @@ def test_servers_take_turns_until_each_was_as_quick_twice() -> None:
         yield
         asked.append("together")
 
-    found = speed.measure(servers, [[1]], 21, alone)
-    # After three turns the patched one has been quick twice, after four the stock one as well.
-    assert asked == ["alone", "stock", "together", "alone", "patched", "together"] * 4
-    assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 4, 8.0)
-    assert (found["patched"]["step_ms"], found["patched"]["tokens_per_step"]) == (200.0, 2.0)
+    for _ in range(2):
+        row.measure([[1]], alone)
+    assert asked == ["alone", "stock", "together", "alone", "patched", "together"] * 2
+    found = row.found()
+    assert (found["stock"]["step_ms"], found["stock"]["repeats"], found["stock"]["spread"]) == (100.0, 2, 8.0)
+    assert (found["patched"]["step_ms"], found["patched"]["tokens_per_step"], found["times"]) == (200.0, 2.0, 0.5)
+
+
+def test_points_are_gone_through_in_rounds_and_the_unsettled_ones_again() -> None:
+    asked: list[str] = []
+    steady = a_row("graph", Stream("a", asked, *[1.0] * 9), Stream("b", asked, *[1.0] * 9))
+    # The stock server of the other is quick twice in the fifth round, after a spell.
+    uneven = a_row("eager", Stream("c", asked, 9.0, 1.0, 8.0, 7.0, 1.02, 5.0), Stream("d", asked, *[1.0] * 9))
+    order = []
+    for row in speed.in_rounds([steady, uneven]):
+        order.append(row.mode)
+        row.measure([[1]], lambda server: contextlib.nullcontext())
+    assert order == ["graph", "eager"] * speed.ROUNDS + ["eager"] * 2
+
+
+def test_who_is_never_as_quick_twice_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "PATIENCE", 0.0)
+    doubling = [2.0**i for i in range(9)]
+    row = a_row("eager", Stream("a", [], *doubling), Stream("b", [], *doubling))
+    taken = 0
+    for one in speed.in_rounds([row]):
+        one.measure([[1]], lambda server: contextlib.nullcontext())
+        taken += 1
+    assert taken == speed.ROUNDS
 
 
 def test_points_that_could_not_be_measured_are_missed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:

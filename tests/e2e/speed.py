@@ -16,9 +16,10 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from tests.e2e.record import Record
 from tests.e2e.server import REPOSITORY, Fleet, Server
 
 NEW_TOKENS = 64
-# The servers are measured in turns until each has been as quick twice, within the noise, at least and at most so many
-# times: the host of a machine that is not ours alone has spells in which every step takes half as long again.
-LEAST, MOST = 3, 24
+# The host of a machine that is not ours alone has spells, of seconds or of a minute, in which every step takes half as
+# long again. So all points are gone through so many times, and after that, for so many seconds, those again whose
+# servers have not both been as quick twice, within the noise.
+ROUNDS = 3
+PATIENCE = 150.0
 # Decode tokens a second, patched over stock, at batch 1 with CUDA graphs: prompt length to what it has to be.
 FACTORS = {8192: 3.0, 32768: 6.0}
 # Two servers that do the same differ by this much from run to run.
@@ -114,29 +117,54 @@ class Prompts:
         return [prompt[: point.prefix] for prompt in self._long[: point.bs]]
 
 
-def measure(
-    servers: Mapping[str, Server],
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    alone: Callable[[Server], AbstractContextManager[None]],
-) -> dict[str, Any]:
-    """The shortest of a few windows of each server, taken in turns, while it is alone on the machine: without graphs a
-    step is the host's, and what else the host does only ever adds to it, to one server's for seconds on end.
-    """
-    windows: dict[str, list[Window]] = {door: [] for door in servers}
-    for taken in range(MOST):
-        if taken >= LEAST and all(map(settled, windows.values())):
-            break
-        for door, server in servers.items():
+@dataclass(eq=False)
+class Row:
+    """A point, with graphs or without: the windows of both servers."""
+
+    mode: str
+    point: Point
+    servers: Mapping[str, Server]
+    windows: dict[str, list[Window]] = field(default_factory=dict)
+
+    def measure(
+        self, prompts: Sequence[Sequence[int]], alone: Callable[[Server], AbstractContextManager[None]]
+    ) -> None:
+        """One window more of each server, taken while it is alone on the machine. Raises ServiceError."""
+        for door, server in self.servers.items():
             with alone(server):
-                windows[door].append(window(server.client.stream(prompts, new_tokens, timeout=300), len(prompts)))
-    return {door: figures(of, len(prompts)) for door, of in windows.items()}
+                chunks = server.client.stream(prompts, NEW_TOKENS, timeout=300)
+            self.windows.setdefault(door, []).append(window(chunks, len(prompts)))
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.windows) and all(map(settled, self.windows.values()))
+
+    def found(self) -> dict[str, Any]:
+        """Of the shortest window of each: without graphs a step is the host's; what else that does only adds to it."""
+        row: dict[str, Any] = {"mode": self.mode, "prefix": self.point.prefix, "bs": self.point.bs}
+        row |= {door: figures(of, self.point.bs) for door, of in self.windows.items()}
+        row["times"] = round(row["patched"]["tokens_per_s"] / row["stock"]["tokens_per_s"], 2)
+        return row
+
+
+def in_rounds(rows: list[Row]) -> Iterator[Row]:
+    """Those to be measured next: all of them ROUNDS times, then for PATIENCE seconds those that are not settled. What
+    is taken out of the list meanwhile does not come again.
+    """
+    for _ in range(ROUNDS):
+        yield from (row for row in list(rows) if row in rows)
+    deadline = time.monotonic() + PATIENCE
+    while again := [row for row in rows if not row.settled]:
+        for row in again:
+            if time.monotonic() > deadline:
+                return
+            yield row
 
 
 def settled(windows: Sequence[Window]) -> bool:
     """Whether the two shortest windows are equally long, within the noise."""
-    shortest, second = sorted(one.step_ms for one in windows)[:2]
-    return second <= (1 + NOISE) * shortest
+    shortest, *others = sorted(one.step_ms for one in windows)
+    return bool(others) and others[0] <= (1 + NOISE) * shortest
 
 
 def figures(windows: Sequence[Window], bs: int) -> dict[str, Any]:
@@ -171,25 +199,28 @@ def run(
                 warm_up(server, sorted({point.bs for point in points}))
             ready[one.name] = both
     prompts = Prompts(max(point.prefix for point in points))
-    for point in points:
-        for name, both in list(ready.items()):
-            mode = name.rpartition("-")[2]
-            row: dict[str, Any] = {"mode": mode, "prefix": point.prefix, "bs": point.bs}
-            try:
-                row |= measure(both, prompts.of(point), NEW_TOKENS, fleet.alone)
-            except ServiceError as error:
-                tails = "\n".join(server.tail() for server in both.values())
-                record.bar(f"{name} at {point} could be measured", False, f"{error}\n{tails}")
-                if not all(server.alive for server in both.values()):
-                    del ready[name]
-                continue
-            row["times"] = round(row["patched"]["tokens_per_s"] / row["stock"]["tokens_per_s"], 2)
-            rows.append(row)
-            record.say(
-                f"{mode}, prompt {point.prefix:,}, batch {point.bs}: step {row['stock']['step_ms']:.1f} ms stock, "
-                f"{row['patched']['step_ms']:.1f} ms patched; tokens/s x {row['times']}"
-            )
-            record.save()
+    wanted = [Row(name.rpartition("-")[2], point, both) for point in points for name, both in ready.items()]
+    for row in in_rounds(wanted):
+        name = f"speed-{row.mode}"
+        if name not in ready:
+            continue
+        try:
+            row.measure(prompts.of(row.point), fleet.alone)
+        except ServiceError as error:
+            tails = "\n".join(server.tail() for server in row.servers.values())
+            record.bar(f"{name} at {row.point} could be measured", False, f"{error}\n{tails}")
+            row.windows.clear()
+            wanted.remove(row)
+            if not all(server.alive for server in row.servers.values()):
+                del ready[name]
+            continue
+        rows[:] = [one.found() for one in wanted if one.windows]
+        found = row.found()
+        record.say(
+            f"{row.mode}, prompt {row.point.prefix:,}, batch {row.point.bs}: step {found['stock']['step_ms']:.1f} ms "
+            f"stock, {found['patched']['step_ms']:.1f} ms patched; tokens/s x {found['times']}"
+        )
+        record.save()
     if kernels and rows:
         with record.attempt("the kernels alone"):
             add_shares(rows, measure_kernels(points, fleet.folder / "kernels.json"), layers)
