@@ -226,7 +226,8 @@ def check(kernel: VerifyKernel, drawn: Drawn) -> None:
         assert torch.equal(what(out), what(right)), f"{what.__name__}: {int(what(out).sum())}, {int(what(right).sum())}"
     finite = torch.isfinite(right)
     ours, expected = out.where(finite, 0.0), right.where(finite, 0.0)
-    difference(ours, expected, drawn.dtype, 1.0)
+    # A weight's rounding is shared by all columns of a row, so few rows are further off than many.
+    difference(ours, expected, drawn.dtype, 1 + (ROUGHER - 1) / (len(out) * drawn.heads) ** 0.5)
     for first in range(0, len(out), drawn.q_len):
         rows = slice(first, first + drawn.q_len)
         difference(ours[rows], expected[rows], drawn.dtype, ROUGHER)
