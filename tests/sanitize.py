@@ -28,6 +28,8 @@ FOUND = 99  # the exit status that a tool is asked to end with
 
 # The last line of a tool: ERROR SUMMARY: 0 errors; RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings).
 SUMMARY = re.compile(r"^=+ *(?:\w+ )?SUMMARY: (\d+) \w+", re.MULTILINE)
+# A kernel of ours, in the lines of a finding.
+KERNEL = re.compile(r"\b(?:verify_attn|combine_splits)_\w+")
 
 
 def places() -> Iterator[Path]:
@@ -60,7 +62,8 @@ def verdict(status: int, output: str) -> str | None:
     """What is wrong with a run; None if nothing is."""
     counts = [int(count) for count in SUMMARY.findall(output)]
     if any(counts):
-        return f"{sum(counts)} findings"
+        named = sorted(set(KERNEL.findall(output)))
+        return f"{sum(counts)} findings" + (f" ({', '.join(named)})" if named else "")
     if status == FOUND:
         return "findings"
     if not counts:

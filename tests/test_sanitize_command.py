@@ -12,6 +12,7 @@ from tests import sanitize
 
 CLEAN = "========= ERROR SUMMARY: 0 errors"
 HAZARDS = "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"
+ONE = "(verify_attn_bf16_h72)"
 NO_HAZARDS = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
 
 
@@ -51,6 +52,11 @@ def test_clean(tool: Path, output: str, capfd: pytest.CaptureFixture[str]) -> No
     ("output", "status", "words"),
     [
         ("========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors", 99, "3 findings"),
+        (
+            f"========= Race at verify_attn_bf16_h72+0x10\n========= in verify_attn_bf16_h72\n{HAZARDS}",
+            0,
+            f"1 findings {ONE}",
+        ),
         (HAZARDS, 0, "1 findings"),  # racecheck's warnings do not change the exit status
         (CLEAN, 99, "findings"),
         (f"1 failed\n{CLEAN}", 1, "tests failed: exit status 1"),
