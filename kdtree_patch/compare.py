@@ -312,6 +312,8 @@ class Both:
 
     def _trip(self, about: guard.Call, found: Difference, tensors: guard.Tensors | None) -> None:
         """Turns the kernel off, with the one line; `tensors` are the layer's, for the file, where there is one."""
+        if self._notice is not None:  # before the file, which may take a while
+            self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer, "of_pid": os.getpid()}))
         saved: dict[str, object] = {}
         if self._dump is not None and tensors is not None:
             details = {**self._facts, "figures": found.figures(), "limit": self._limit}
@@ -322,8 +324,6 @@ class Both:
                     raise
                 saved = {"dump": "none", "dump_error": f"{type(error).__name__}: {error}"}
         self._ledger.disable(GUARD, guard.message(about, found.figures(), self._limit or 0.0, self._facts, saved))
-        if self._notice is not None:
-            self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer, "of_pid": os.getpid()}))
 
     def _second_output(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("second output", out.numel(), out.dtype, capturing).view(out.shape)

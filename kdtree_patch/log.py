@@ -36,7 +36,7 @@ TO_DO = {
     "selftest_failed": "python -m kdtree_patch selftest shows the cases; please report it",
     "guard": "please report it with this line",
     "guard_elsewhere": "the line of that worker has the details",
-    "guard_failed": "a WARNING before this says why: if it is memory, leave the service some more",
+    "guard_failed": "if a WARNING before this speaks of memory, leave the service some more",
     "launch_failed": "when it is mended, restart the service",
     "v_not_latent": "do not use the patch with this model",
 }

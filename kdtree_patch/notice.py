@@ -95,7 +95,7 @@ class Notice:
 
     @staticmethod
     def _could_not(why: str) -> None:
-        log.get_logger().warning(
+        log.get_logger().error(
             "the other ranks cannot be told that the guard has tripped (%s): each goes on with the kernel until its "
             "own guard trips; for stock in all of them restart with KDTREE_MODE=off",
             why,

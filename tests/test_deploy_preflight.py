@@ -565,3 +565,19 @@ def test_counters_are_the_last_of_each_worker_and_say_so() -> None:
 class StandIn2:
     def __init__(self, name: str):
         self.name = name
+
+
+def test_status_puts_a_kernel_that_is_off_among_the_findings_and_errors_first() -> None:
+    journal = service.Journal("0" * 32)
+    for rank in range(8):
+        pid = str(100 + rank)
+        for code in ("forward_mode", "q_len"):
+            journal.lines.append(service.Line(pid, f"[kdtree] declined reason={code} scope=call such calls run stock"))
+        reason = "guard" if rank == 1 else "guard_elsewhere"
+        journal.lines.append(service.Line(pid, f"[kdtree] ERROR disabled reason={reason} tp_rank={rank} ...; stock"))
+    journal.lines.append(service.Line("99", "[kdtree] declined reason=draft_only ...; the service runs stock"))
+    assert status.turned_off(journal, 8) == ["8 of 8 workers have turned the kernel off: guard, guard_elsewhere"]
+    said = status.alarms(journal)
+    assert len(said) == 9 and all(text.startswith("[kdtree] ERROR disabled") for text in said[:8])
+    assert "draft_only" in said[8]
+    assert status.turned_off(service.Journal("0" * 32), 8) == []

@@ -193,13 +193,27 @@ def test_a_graph_of_another_mode_or_size_is_none_of_ours() -> None:
 
 
 def test_metadata_that_is_replayed_from_a_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """SGLANG_ENABLE_METADATA_GLUE_GRAPH: the host no longer comes by. The guard works all the same."""
-    bench = make(cases.GUARD)
+    """SGLANG_ENABLE_METADATA_GLUE_GRAPH: the host no longer comes by before a replay."""
+    bench = make(cases.VALIDATE)
     bench.capture(2)
     before = dict(bench.ledger.counts)
     FakeGraph().capture(lambda: bench.router.replay_begins(2))
-    assert bench.ledger.counts == before
+    assert bench.ledger.counts == before and bench.ledger.disabled is None
     assert capsys.readouterr().err.count("replays are neither counted nor logged") == 1
+
+
+def test_a_guard_that_could_not_look_at_replays_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same with a guard: the kernel is off, and the graphs are told before the next step."""
+    bench = make(cases.GUARD)
+    bench.capture(2)
+    FakeGraph().capture(lambda: bench.router.replay_begins(2))
+    assert bench.ledger.disabled == "guard_failed"
+    err = capsys.readouterr().err
+    assert err.count("ERROR disabled reason=guard_failed") == 1 and "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH" in err
+    both = bench.router._both
+    assert both is not None and not bool(both._comparison.tripped)
+    bench.router.before_step()
+    assert bool(both._comparison.tripped)
 
 
 def test_buffers_grow_and_keep_what_a_graph_may_write_to() -> None:

@@ -360,7 +360,9 @@ def test_whoever_trips_is_stock_all_the_same_and_says_that_the_others_are_not_to
         for _ in range(2):
             assert worker.step()
     assert worker.ledger.counts == {("stock", "guard"): 2}
-    (line,) = said(capsys, "WARNING")
-    assert line.startswith("[kdtree] WARNING the other ranks cannot be told that the guard has tripped (")
+    # Said at every level, and before the line of the trip.
+    line, trip = said(capsys, "ERROR")
+    assert trip.startswith("[kdtree] ERROR disabled reason=guard ")
+    assert line.startswith("[kdtree] ERROR the other ranks cannot be told that the guard has tripped (")
     assert why in line and line.endswith("for stock in all of them restart with KDTREE_MODE=off")
     assert len(list(notices.iterdir())) == (what is taken)  # no half a file

@@ -88,8 +88,22 @@ def _status(order: dict[str, Any], facts: list[list[str]], findings: list[str]) 
     if name or installed:  # which is all there is to say of a stock service
         facts.append(["workers", f"{len(installed)} of {look.workers_of(command)} installed"])
         facts.append(["calls", counters(journal)])
-    for line in [*journal.ours("declined "), *journal.ours("disabled "), *journal.ours("ERROR ")][:10]:
-        facts.append(["says", line.text])
+    findings += turned_off(journal, look.workers_of(command))
+    facts += [["says", text] for text in alarms(journal)]
+
+
+def turned_off(journal: Journal, workers: int) -> list[str]:
+    """That the kernel is off in some workers, and by which codes; nothing if it is in none."""
+    lines = journal.ours("ERROR disabled ")
+    codes = sorted({code for line in lines for code in re.findall(r"reason=(\w+)", line.text)[:1]})
+    off = len({line.pid for line in lines})
+    return [f"{off} of {workers} workers have turned the kernel off: {', '.join(codes)}"] if off else []
+
+
+def alarms(journal: Journal, most: int = 10) -> list[str]:
+    """Errors, then workers that stay stock. What kinds of call run stock is in the counters."""
+    stock = [line for line in journal.ours("declined ") if "scope=call" not in line.text]
+    return [line.text for line in [*journal.ours("ERROR "), *stock][:most]]
 
 
 def _about(name: str | None, drop_in: str | None) -> str:
