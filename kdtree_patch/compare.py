@@ -112,6 +112,7 @@ class Both:
         self._replays = 0
         self._unfetched = False
         self._told = False  # the graphs know that the kernel is off
+        self._prepared: Recording | None = None  # the graph that a replay was last prepared for
 
     # ----------------------------------------------------------------------------------------------------------- eager
 
@@ -261,6 +262,9 @@ class Both:
         if self._ledger.disabled is not None and not self._told:
             self._told = True
             self._comparison.trip()
+            if self._prepared is not None:
+                # Whose replay may still come: it would take a stock result that nobody has written.
+                self.open_gates(self._prepared)
 
     def _fetch(self) -> None:
         layers, tripped = self._comparison.fetched()
@@ -289,6 +293,7 @@ class Both:
         self._unfetched |= due
         self._comparison.set_due(due)
         self.open_gates(recording)
+        self._prepared = recording
         if self._snapshot is not None:
             self._snapshot.of = recording.call
 

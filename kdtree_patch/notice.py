@@ -6,17 +6,18 @@ attention of a rank covers its own heads, and both results are whole and right t
 same collectives in the same order, and all of them sample from the same reduced values.
 
 Which service, the parent process tells: SGLang's schedulers are children of one process. Its start time makes a
-restarted service another one, and the namespace of process ids tells apart containers that share the folder. The folder
-is in memory: to look there can neither block nor take long, as in a home on a network. Anybody may write to it, so a
-file is believed only if nobody else can have made it. Knows the log and nothing else.
+restarted service another one, and the namespace of process ids tells apart containers that share the folder. A parent may
+outlive its service, as under Ray, so a notice counts only while whoever posted it lives. The folder is in memory: to
+look there can neither block nor take long, as in a home on a network. Anybody may write to it, so no link is followed,
+and a file is believed only if nobody else can have made it. Knows the log and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -54,28 +55,32 @@ class Notice:
         if self.path is None:
             self._could_not(self._why_none)
             return
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
+            words = f"{self.path.name} {os.getpid()} {start_time(os.getpid())} {log.one_line(text)}\n"
             descriptor = os.open(part, _NEW_FILE, 0o600)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     os.fchmod(descriptor, 0o600)  # whatever the umask
-                    file.write(f"{self.path.name} {log.one_line(text)}\n".encode()[:MAX_BYTES])
-                os.link(part, self.path)
+                    file.write(words.encode()[:MAX_BYTES])
+                try:
+                    os.link(part, self.path)
+                except FileExistsError:
+                    if self.look() is None:  # of somebody who has ended; what is another user's cannot be replaced
+                        os.replace(part, self.path)
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(part)
-        except OSError as error:
-            if error.errno != errno.EEXIST or self.look() is None:
-                self._could_not(f"{type(error).__name__}: {error}")
+        except (OSError, ValueError, IndexError) as error:
+            self._could_not(f"{type(error).__name__}: {error}")
 
     def look(self) -> str | None:
         """What another worker has posted, or None: once a step, and at the cost of one system call if there is nothing.
 
         Believed is a plain file, no link, of our own user, that nobody else can write to and that begins with its own
-        name: so it is none of ours that somebody else has given that name by a link.
+        name: so it is none of ours that somebody else has given that name by a link. And whoever posted it must live.
         """
-        if self._asked is None or not os.access(self._asked, os.F_OK):
+        if self._asked is None or not os.access(self._asked, os.F_OK, follow_symlinks=False):
             return None
         try:
             descriptor = os.open(self._asked, _LOOK)
@@ -90,8 +95,10 @@ class Notice:
             return None
         finally:
             os.close(descriptor)
-        name, _, text = words.partition(" ")
-        return text if name == os.path.basename(self._asked) else None
+        name, process, began, text = (*words.split(" ", 3), "", "", "", "")[:4]
+        if name != os.path.basename(self._asked) or not _lives(process, began):
+            return None
+        return text
 
     @staticmethod
     def _could_not(why: str) -> None:
@@ -107,8 +114,17 @@ def name_of_service() -> str:
     IndexError where /proc does not say.
     """
     parent = os.getppid()
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise ValueError("/proc is that of another namespace of process ids")
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"kdtree-tripped-{os.geteuid()}-{parent}-{start_time(parent)}-{namespace}"
+
+
+def _lives(process: str, began: str) -> bool:
+    try:
+        return start_time(int(process)) == int(began)
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def start_time(process: int) -> int:

@@ -50,7 +50,7 @@ _LINES = 'docs/operations.md, "Log lines"'
 _CALLS = 'docs/limits.md, "Calls that are left to the stock kernel"'
 _WORKERS = 'docs/limits.md, "Workers that stay stock"'
 _TURNED_OFF = 'docs/limits.md, "Kernels that are turned off"'
-_TRIPPED = {"guard": "the guard has tripped", "guard_elsewhere": "the guard of another rank has tripped"}
+_TRIPPED = {"guard": "the guard has tripped", "guard_elsewhere": "stock, as the guard of another rank has tripped"}
 _DISABLED = {
     "guard": ["the line holds what a bug report needs, and `dump=` the file, if there is one"],
     "guard_elsewhere": [
@@ -237,7 +237,9 @@ def _no_line(logs: Sequence[Log]) -> Finding:
 def _processes(logs: Sequence[Log], names: Names) -> list[Finding]:
     """Kernels that were turned off, workers that stay stock, other errors, kinds of call that are not served."""
     found = []
-    for reason, events in _by_reason(logs, "disabled").items():
+    # Whose guard has tripped comes before those that went along.
+    disabled = sorted(_by_reason(logs, "disabled").items(), key=lambda one: one[0] == "guard_elsewhere")
+    for reason, events in disabled:
         title = _TRIPPED.get(reason, f"the kernel was turned off: {reason}")
         check = _DISABLED.get(reason, [_TURNED_OFF])
         found.append(Finding("disabled", f"{title} ({_who(events, names)})", _quote(events, names), check))

@@ -213,6 +213,24 @@ def another_ranks_notice_between_replays(make: Make, capsys: pytest.CaptureFixtu
     assert len(errors) == 1 and "disabled reason=guard_elsewhere tp_rank=2 of=0 " in errors[0]
 
 
+def a_notice_between_a_replay_and_its_preparation(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stock kernel of a prepared replay had been told to do nothing: its result is not what the graph may take."""
+    bench = make(Settings(guard_rel=0.05, validate_every=1000))
+    bench.capture(2)
+    bench.replay(2, bench.cases([50, 20]))
+    cases = bench.cases([60, 30], seed=1)
+    bench.router.before_step()
+    bench.write_metadata(cases, 2)
+    bench.router.replay_begins(2)
+    Notice().post("of=0 of_layer=0 of_pid=1")
+    bench.router.before_step()
+    bench.graphs[2].replay()
+    assert bench.ledger.disabled == "guard_elsewhere"
+    live = cases[0].q.shape[0]
+    for layer, case in zip(bench.layers, cases, strict=True):
+        assert rel(layer.out[:live], reference(case)) < LIMIT[case.out.dtype]
+
+
 def ranks_that_trip_in_one_replay_all_say_so(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """The notice of the other one is there before the figures of this one are."""
     bench = make(GUARD, wrong=1.0)

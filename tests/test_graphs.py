@@ -85,6 +85,10 @@ def test_ranks_that_trip_in_one_replay_all_say_so(capsys: pytest.CaptureFixture[
     cases.ranks_that_trip_in_one_replay_all_say_so(make, capsys)
 
 
+def test_a_notice_between_a_replay_and_its_preparation(capsys: pytest.CaptureFixture[str]) -> None:
+    cases.a_notice_between_a_replay_and_its_preparation(make, capsys)
+
+
 def test_another_ranks_notice_where_metadata_is_replayed_from_a_graph() -> None:
     """The host comes by at the next eager step alone, and tells the graphs then."""
     bench = make(Settings(guard_rel=0.05, validate_every=1000), wrong=1.0)

@@ -248,10 +248,43 @@ def test_a_link_is_not_followed(posted: tuple[Notice, Path], tmp_path: Path) -> 
     one, path = posted
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
-    assert elsewhere.read_text().split(" ", 1)[1] == f"{WORDS}\n" and one.look() is None
+    assert elsewhere.read_text().split(" ", 3)[3] == f"{WORDS}\n" and one.look() is None
     path.unlink()
     path.symlink_to("nowhere")
     assert one.look() is None
+
+
+def test_nor_is_it_looked_at_where_a_link_leads(posted: tuple[Notice, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another user lets it lead may be a file system that does not answer."""
+    one, path = posted
+    path.unlink()
+    path.symlink_to("nowhere")
+    opened = []
+
+    def refuse(name: str, flags: int) -> int:
+        opened.append(flags & os.O_NOFOLLOW)
+        raise OSError
+
+    monkeypatch.setattr(os, "open", refuse)
+    # There is something of that name, the link itself: whoever had followed it would have found nothing.
+    assert one.look() is None and opened == [os.O_NOFOLLOW]
+
+
+def test_who_has_ended_is_not_believed_and_gives_way(posted: tuple[Notice, Path]) -> None:
+    """The parent may outlive the service: the next one of the same parent begins anew."""
+    one, path = posted
+    name, process, began, text = path.read_text().split(" ", 3)
+    path.write_text(f"{name} {process} {int(began) - 1} {text}")
+    assert one.look() is None
+    one.post("of=3")
+    assert one.look() == "of=3" and len(list(path.parent.iterdir())) == 1
+    path.write_text(f"{name} {2**22 + 1} {began} {text}")
+    assert one.look() is None
+
+
+def test_proc_of_another_namespace_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "1")
+    assert Notice().path is None
 
 
 @pytest.mark.parametrize("text", ["", "kdtree-tripped of=1\n", "anything at all, of another program of ours\n" * 20])
@@ -291,7 +324,8 @@ def test_a_text_of_any_kind_is_one_short_line(posted: tuple[Notice, Path]) -> No
     one.post("a\nb " + 1000 * "x")
     found = one.look()
     assert found is not None and found.startswith("a b xxx") and len(path.read_bytes()) == notice.MAX_BYTES
-    path.write_bytes(f"{path.name} ".encode() + b"\xff\n[kdtree] x")
+    head = " ".join(path.read_text().split(" ", 3)[:3])
+    path.write_bytes(f"{head} ".encode() + b"\xff\n[kdtree] x")
     assert one.look() == "\ufffd [kdtree] x"
 
 
@@ -335,6 +369,11 @@ def taken(patch: pytest.MonkeyPatch, folder: Path) -> None:
     path.touch()
     path.chmod(0o666)
 
+    def replace(*args: Any) -> None:  # as in a sticky directory, where the file is another user's
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    patch.setattr(os, "replace", replace)
+
 
 @pytest.mark.parametrize(
     ("what", "why"),
@@ -343,7 +382,7 @@ def taken(patch: pytest.MonkeyPatch, folder: Path) -> None:
         (no_proc, "FileNotFoundError: "),
         (another_proc, "IndexError: "),
         (full, "OSError: [Errno 28] No space left on device"),
-        (taken, "FileExistsError: "),
+        (taken, "PermissionError: "),
     ],
 )
 def test_whoever_trips_is_stock_all_the_same_and_says_that_the_others_are_not_told(

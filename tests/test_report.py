@@ -300,7 +300,7 @@ def test_two_faults_are_two_findings() -> None:
         (
             "ERROR disabled reason=guard_elsewhere tp_rank=0 of=2 of_layer=3 of_pid=7 x; x",
             "disabled",
-            "the guard of another rank has tripped (rank 0)",
+            "stock, as the guard of another rank has tripped (rank 0)",
         ),
         ("ERROR disabled reason=launch_failed E; x", "disabled", "the kernel was turned off: launch_failed"),
         ("declined reason=contract a; the service runs stock", "stays_stock", "a worker stays stock: contract"),

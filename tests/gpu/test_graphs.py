@@ -80,6 +80,10 @@ def test_another_ranks_notice_between_replays(make: cases.Make, capsys: pytest.C
     cases.another_ranks_notice_between_replays(make, capsys)
 
 
+def test_a_notice_between_a_replay_and_its_preparation(make: cases.Make, capsys: pytest.CaptureFixture[str]) -> None:
+    cases.a_notice_between_a_replay_and_its_preparation(make, capsys)
+
+
 def test_ranks_that_trip_in_one_replay_all_say_so(make: cases.Make, capsys: pytest.CaptureFixture[str]) -> None:
     cases.ranks_that_trip_in_one_replay_all_say_so(make, capsys)
 
