@@ -6,10 +6,10 @@ attention of a rank covers its own heads, and both results are whole and right t
 same collectives in the same order, and all of them sample from the same reduced values.
 
 Which service, the parent process tells: SGLang's schedulers are children of one process. Its start time makes a
-restarted service another one, and the namespace of process ids tells apart containers that share the folder. A parent may
-outlive its service, as under Ray, so a notice counts only while whoever posted it lives. The folder is in memory: to
-look there can neither block nor take long, as in a home on a network. Anybody may write to it, so no link is followed,
-and a file is believed only if nobody else can have made it. Knows the log and nothing else.
+restarted service another one, and the namespace of process ids tells apart containers that share the folder. A parent
+may outlive its service, as under Ray, so a notice counts only while whoever posted it lives. The folder is in memory:
+to look there can neither block nor take long, as in a home on a network. Anybody may write to it, so no link is
+followed, and a file is believed only if nobody else can have made it. Knows the log and nothing else.
 """
 
 from __future__ import annotations
