@@ -492,7 +492,7 @@ def test_ranks_that_are_well_keep_every_bar_but_the_one_that_needs_a_compiler(be
     assert run_ranks(bed, monkeypatch) == [KILLED]
     assert set(bed.record.document["ranks"]["tokens"]) == {
         *("same-graph", "same-eager", "noisy-graph", "noisy-eager"),
-        "trip",
+        *("trip, switching", "trip"),
     }
 
 
@@ -544,6 +544,28 @@ def test_a_rank_that_has_never_served_has_not_gone_stock(bed: Bed) -> None:
 
 def test_another_error_with_the_trip_is_told(bed: Bed) -> None:
     assert run_trip(bed, TRIPPED + "|[kdtree] ERROR x") == ["trip-patched: no other error"]
+
+
+SWITCHING = "trip-patched: tokens as stock's while the ranks switch (prompt 5 not judged)"
+SWITCHED = "trip-patched, all ranks stock: tokens as stock's (prompt 5 not judged)"
+
+
+# It is asked three times: four prompts, the first of which is not judged, and these as a batch.
+@pytest.mark.parametrize(
+    ("request_number", "token", "missed"),
+    [
+        *((2, 20, [SWITCHING]), (5, 20, [SWITCHING]), (7, 20, [SWITCHING]), (10, 20, [SWITCHING])),
+        *((12, 20, [SWITCHED]), (15, 20, [SWITCHED])),
+        # A prompt that is not judged, and a tie.
+        *((1, 20, []), (6, 20, []), (2, 0, [])),
+    ],
+)
+def test_tokens_are_judged_while_the_ranks_switch_and_since(
+    bed: Bed, request_number: int, token: int, missed: list[str]
+) -> None:
+    assert run_trip(bed, FAKE_DIFFER=str(token), FAKE_DIFFER_AT=str(request_number)) == missed
+    if (request_number, token) == (2, 20):
+        assert "prompt 37 alone at token 20" in bed.found("while the ranks switch")
 
 
 def test_a_deadlock_after_the_trip_is_told(bed: Bed, monkeypatch) -> None:

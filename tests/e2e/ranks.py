@@ -124,16 +124,20 @@ def served_lines(server: Server) -> list[str]:
     return [line.text for line in server.kdtree if line.is_layer or line.word == "calls"]
 
 
-def judge_trip(record: Record, server: Server, stock: Server, ranks: int) -> list[dict[str, Any]]:
-    """The guard of rank 1 has tripped at the first step, and all ranks are stock since.
+def judge_trip(record: Record, server: Server, stock: Server, ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """The guard of rank 1 trips at the first step, and all ranks are stock since. Rows of tokens, as `compare` gives
+    them, of the answers until then and of those since.
 
-    Asked once for that, and once more for the figures of the last replays before it, which come a step or two late.
-    What is asked then is compared: each verify step of a rank that still served would be validated, and have its lines.
+    Asked once for that, and once more for the figures of the last replays before it, which come a step or two late: so
+    a step whose ranks did not all take the same kernel is in these two. What is asked then is without any: each verify
+    step of a rank that still served would be validated, and have its lines.
     """
-    for _ in range(2):
-        tokens.ask(server)
+    theirs = tokens.ask(stock)
+    switching = [
+        row for _ in range(2) for row in tokens.compare(stock, {"patched": tokens.ask(server), "stock": theirs})
+    ]
     before = served_lines(server)
-    rows = tokens.compare(stock, {"patched": tokens.ask(server), "stock": tokens.ask(stock)})
+    rows = tokens.compare(stock, {"patched": tokens.ask(server), "stock": theirs})
     name, kdtree = server.spec.name, server.kdtree
     disabled = [line for line in kdtree if line.word == "disabled"]
     found = sorted(((line.rank, line.fields.get("reason"), line.fields.get("of")) for line in disabled), key=str)
@@ -151,13 +155,14 @@ def judge_trip(record: Record, server: Server, stock: Server, ranks: int) -> lis
     )
     errors = [line.text for line in kdtree if line.level == "ERROR" and line.word != "disabled"]
     record.bar(f"{name}: no other error", not errors, errors[:2] or "none")
+    tokens.judge_same(record, f"{name}: tokens as stock's while the ranks switch", switching)
     tokens.judge_tokens(record, f"{name}, all ranks stock", rows)
     once = ranks_of(server.kdtree, "installed")
     record.bar(f"{name}: installed exactly once in each rank", once == list(range(ranks)), once)
     record.bar(
         f"{name}: it serves on", server.alive and server.client.healthy(), "answers" if server.alive else "it has ended"
     )
-    return rows
+    return {"trip, switching": switching, "trip": rows}
 
 
 def judge_killed(record: Record, server: Server, killer: CompilerKiller, ranks: int) -> None:
@@ -196,7 +201,7 @@ def run(
     with record.attempt(wanted.trip.name):
         stock = fleet.ready("noisy-graph-stock")
         server = fleet.ready(wanted.trip.name)
-        document["tokens"]["trip"] = judge_trip(record, server, stock, ranks)
+        document["tokens"] |= judge_trip(record, server, stock, ranks)
         record.server(server)
     with record.attempt(wanted.killed.name):
         server = fleet.ready(wanted.killed.name)
