@@ -77,7 +77,6 @@ def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     "words",
     [
         *(["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]),
-        *(["--tp", "2", "--only", "load"], ["--tp", "2", "--points", "8192,1"]),
         *(["--kv-cache-dtype", "fp8_e4m3"], ["--only", "tokens", "--kv-cache-dtype", "fp4_e2m1"]),
     ],
 )
@@ -85,6 +84,38 @@ def test_words_that_mean_nothing_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         command.parse(words)
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--only", "load"], "--only is for one GPU"),
+        (["--points", "8192,1"], "--points is for one GPU"),
+        (["--layers", "2"], "--layers is for one GPU"),
+        (["--requests", "7"], "--requests is for one GPU"),
+        (["--no-kernels"], "--no-kernels is for one GPU"),
+        (["--plot", "x.png"], "--plot is for one GPU"),
+        (["--plot", "x.png", "--layers", "2"], "--layers and --plot are for one GPU"),
+        (["--side-by-side", "9"], "--side-by-side 9 is too few: with --tp 2 there are 10 servers, all at once"),
+    ],
+)
+def test_words_that_two_ranks_would_not_heed_are_refused(words: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.parse(["--tp", "2", *words])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(f"e2e: {said}")
+    command.parse(words)  # with one they mean something
+
+
+def test_two_ranks_are_asked_for_with_room_for_all_servers() -> None:
+    assert command.parse(["--tp", "2", "--side-by-side", "10", "--start-timeout", "330"]).side_by_side == 10
+
+
+def test_the_help_says_what_two_ranks_need(capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "the run is `ranks`: 10 servers at once, for which about 15 GB a GPU and 32 cores were seen to do" in words
 
 
 def test_runs_are_done_in_one_order() -> None:
