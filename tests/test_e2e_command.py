@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,25 @@ def test_the_runs_follow_each_other_and_are_written_down(stand_ins: None, tmp_pa
     assert capsys.readouterr().out.endswith("PASS\n")
 
 
+def test_a_stored_run_says_what_it_ran_on_and_not_where(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"SGLANG_X": "a", "NCCL_Y": "1", "KDTREE_MODE": "on", "CUDA_VISIBLE_DEVICES": "1,0"}
+    kept_out = {"CUDA_VISIBLE_DEVICES_X": "0", "MY_SGLANG_X": "b", "HF_TOKEN": "secret"}
+    for name in [name for name in os.environ if name.startswith(("SGLANG_", "NCCL_", "KDTREE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in (given | kept_out).items():
+        monkeypatch.setenv(name, value)
+    path, folder = tmp_path / "run.json", tmp_path / "deep" / "folder"
+    command.main(["--tp", "2", "--json", str(path), "--folder", str(folder)])
+    meta, servers = (report.read_run(path)[name] for name in ("meta", "servers"))
+    assert (meta["gpu"], meta["gpus"], meta["environ"]) == ("NVIDIA H200", 2, given)
+    assert meta["command"] == "python -m tests.e2e --tp 2 --json run.json --folder deep/folder"
+    options = servers["killed-patched"]["options"]
+    assert options[options.index("--model-path") + 1] == "models/target"
+    assert servers["killed-patched"]["environ"]["KDTREE_CACHE_DIR"] == "cache-killed"
+    assert str(tmp_path) not in path.read_text()
+
+
 def full(path: Path, text: str) -> None:
     raise OSError(28, "No space left on device")
 
@@ -226,6 +246,14 @@ class TestRecord:
         record.document["tokens"] = {"x": [{"margin": float("inf")}]}
         record.save()
         assert json.loads((tmp_path / "run.json").read_text())["tokens"]["x"][0]["margin"] == "inf"
+
+    def test_what_is_below_the_folders_is_named_from_there(self, tmp_path: Path) -> None:
+        record = Record(tmp_path / "run.json", "x --json=/home/me/runs/r.json /srv/home/me/x /home/me2/y", quiet=True)
+        record.below(Path("/home/me/runs"), Path("/home/me"), Path("/"))
+        record.bar("a", True, "(/home/me/runs/cache/k.lock) '/home/me/z' /tmp/w")
+        stored = report.read_run(tmp_path / "run.json")
+        assert stored["meta"]["command"] == "x --json=r.json /srv/home/me/x /home/me2/y"
+        assert stored["verdict"][0]["found"] == "(cache/k.lock) 'z' /tmp/w"
 
     def test_a_server_that_fails_is_a_missed_bar(self) -> None:
         record = Record(None, "command", quiet=True)

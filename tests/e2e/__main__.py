@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import os
+import re
 import shlex
 import signal
 import sys
@@ -25,6 +27,8 @@ from tests.e2e.server import Fleet
 
 RUNS = ("speed", "load", "tokens")
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "cupy-cuda13x", "cupy-cuda12x", "wrapt")
+# What changes a run and is no option.
+VARIABLES = re.compile(r"(SGLANG|NCCL|KDTREE)_|CUDA_VISIBLE_DEVICES$")
 
 
 def run_names(text: str) -> list[str]:
@@ -121,7 +125,12 @@ def run(argv: Sequence[str] | None) -> int:
     # Whoever ends a run shall find what it has written, and no servers.
     signal.signal(signal.SIGTERM, interrupt)
     record = Record(arguments.json, command_of(argv))
-    record.document["meta"] |= {"gpu": nvml.name(), "versions": versions()}
+    record.document["meta"] |= {
+        "gpu": nvml.name(),
+        "gpus": arguments.tp,
+        "versions": versions(),
+        "environ": {name: os.environ[name] for name in sorted(os.environ) if VARIABLES.match(name)},
+    }
     with contextlib.ExitStack() as stack:
         if arguments.folder is None:
             folder = Path(
@@ -133,6 +142,7 @@ def run(argv: Sequence[str] | None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise NotDone(f"{folder} cannot be made: {error.strerror}", "name another --folder") from error
+        record.below(folder, Path(os.path.expanduser("~")))
         try:
             carry_out(arguments, record, nvml, folder)
         except KeyboardInterrupt:
