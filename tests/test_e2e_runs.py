@@ -573,16 +573,30 @@ def test_a_deadlock_after_the_trip_is_told(bed: Bed, monkeypatch) -> None:
     assert "trip-patched could be run" in missed
 
 
-def test_a_gpu_too_many_is_told(bed: Bed, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        seen = iter([{"rank 0": [0], "rank 1": [1]}, {"rank 0": [0], "rank 1": [0, 1]}])
-        patch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: next(seen))
-        one = plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs[0]
-        patch.setenv("FAKE_LINES", RANKS)
-        bed.fleet.want(one.specs)
-        servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
-        ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("stock", "patched", "said"),
+    [
+        (
+            {"rank 0": [0], "rank 1": [1]},
+            {"rank 0": [0], "rank 1": [0, 1]},
+            "stock {'rank 0': [0], 'rank 1': [1]}, patched {'rank 0': [0], 'rank 1': [0, 1]}",
+        ),
+        ({}, {"rank 0": [0]}, "stock {}, patched {'rank 0': [0]}"),
+        ({}, {}, "NVML tells no process of these servers: a container without the host's process ids?"),
+    ],
+)
+def test_gpus_that_are_not_as_with_stock_are_told(
+    bed: Bed, monkeypatch, stock: dict[str, list[int]], patched: dict[str, list[int]], said: str
+) -> None:
+    seen = iter([stock, patched])
+    monkeypatch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: next(seen))
+    one = plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs[0]
+    monkeypatch.setenv("FAKE_LINES", RANKS)
+    bed.fleet.want(one.specs)
+    servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
+    ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
     assert bed.missed() == ["same-graph: GPUs of each process as with stock"]
+    assert bed.found("GPUs of each process") == said
 
 
 def test_a_start_that_is_late_is_told(bed: Bed) -> None:
