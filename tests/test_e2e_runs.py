@@ -494,6 +494,10 @@ def test_ranks_that_are_well_keep_every_bar_but_the_one_that_needs_a_compiler(be
         *("same-graph", "same-eager", "noisy-graph", "noisy-eager"),
         *("trip, switching", "trip"),
     }
+    each = [{"rank": rank, "calls": 1, "rel": 2e-3} for rank in (0, 1)]
+    validated = bed.record.document["ranks"]["validated"]
+    assert validated == {f"{name}-patched": each for name in ("same-graph", "same-eager", "killed")}
+    assert bed.found("same-eager-patched: validated") == "[1, 1] calls on ranks [0, 1]"
 
 
 @pytest.mark.parametrize(
@@ -544,6 +548,43 @@ def test_a_rank_that_has_never_served_has_not_gone_stock(bed: Bed) -> None:
 
 def test_another_error_with_the_trip_is_told(bed: Bed) -> None:
     assert run_trip(bed, TRIPPED + "|[kdtree] ERROR x") == ["trip-patched: no other error"]
+
+
+def layer(rank: int, calls: str = "", rel: str = "2e-03") -> str:
+    return f"|[kdtree] L0 max_abs_diff=1e-3 mean=1e-5 rel={rel}{calls} tp_rank={rank}"
+
+
+OFTEN, BELOW = "validated as often on each rank", "rel below 0.005"
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "missed"),
+    [
+        ("eager", layer(0) + layer(1), []),
+        ("eager", layer(0), [OFTEN]),
+        # With graphs a rank may be a few steps late, and may tell of several at a time.
+        ("graph", layer(0, " calls=50") + layer(1, " calls=24") + layer(1, " calls=20"), []),
+        ("graph", layer(0, " calls=50") + layer(1, " calls=43"), [OFTEN]),
+        ("eager", layer(0) + layer(1, rel="6e-3"), [BELOW]),
+        ("eager", layer(2), [OFTEN]),
+    ],
+)
+def test_each_rank_validates_the_same_calls(bed: Bed, monkeypatch, mode: str, more: str, missed: list[str]) -> None:
+    [one] = [one for one in plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs if one.name == f"same-{mode}"]
+    one = dataclasses.replace(one, patched=with_environ(one.patched, FAKE_LINES=RANKS + more))
+    monkeypatch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: {"rank 0": [0], "rank 1": [1]})
+    bed.fleet.want(one.specs)
+    servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
+    ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
+    assert bed.missed() == [f"same-{mode}-patched: {bar}" for bar in missed]
+
+
+def test_no_layer_line_is_no_validation(bed: Bed, monkeypatch) -> None:
+    silent = "|".join(line for line in RANKS.split("|") if "L0" not in line)
+    missed = run_ranks(bed, monkeypatch, lines=silent)
+    assert [bar for bar in missed if bar.startswith("same")] == [
+        f"same-{mode}-patched: {bar}" for mode in ("graph", "eager") for bar in (OFTEN, BELOW)
+    ]
 
 
 SWITCHING = "trip-patched: tokens as stock's while the ranks switch (prompt 5 not judged)"
