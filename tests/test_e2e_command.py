@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,46 @@ def test_a_stored_run_says_what_it_ran_on_and_not_where(stand_ins: None, tmp_pat
     assert str(tmp_path) not in path.read_text()
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_the_logs_of_a_run_that_missed_a_bar_stay(stand_ins: None, tmp_path: Path, monkeypatch, capsys, good) -> None:
+    def run(fleet: Fleet, record: Record, pairs: object, pool: str | None) -> None:
+        record.bar("a bar", good, "")
+
+    monkeypatch.setattr(command.tokens, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert command.main(["--only", "tokens"]) == (0 if good else 1)
+    left, said = list(tmp_path.iterdir()), capsys.readouterr().err
+    if good:
+        assert not left and "logs" not in said
+    else:
+        [folder] = left
+        assert list(folder.glob("*.log")) and f"a bar was missed: the servers' logs are in {folder}\n" in said
+
+
+def test_two_ranks_begin_with_empty_caches(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
+    caches = [tmp_path / f"cache-{name}" for name in ("same-graph", "noisy-eager", "trip", "killed")]
+    for cache in caches:
+        cache.mkdir()
+        (cache / "kernel.cubin").write_text("of a run before")
+    (tmp_path / "cache-of-others").mkdir()
+
+    def run(fleet: Fleet, *words: object) -> None:
+        assert fleet.started and not any(cache.exists() for cache in caches)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.ranks, "run", run)
+    assert command.main(["--tp", "2", "--folder", str(tmp_path)]) == 1
+    assert (tmp_path / "cache-of-others").exists()
+
+
+def test_a_cache_that_cannot_be_emptied_is_status_2(stand_ins: None, tmp_path: Path, capsys) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache-trip").symlink_to(tmp_path / "elsewhere")
+    assert command.main(["--tp", "2", "--folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "cache-trip cannot be emptied: " in said and "None" not in said and (tmp_path / "elsewhere").exists()
+
+
 def full(path: Path, text: str) -> None:
     raise OSError(28, "No space left on device")
 
@@ -204,7 +245,7 @@ def test_a_file_that_could_not_be_written_is_status_2(stand_ins: None, tmp_path:
 def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     # The stand-in has one rank, and no compiler.
-    assert command.main(["--tp", "2", "--json", str(path)]) == 1
+    assert command.main(["--tp", "2", "--json", str(path), "--folder", str(tmp_path / "folder")]) == 1
     stored = report.read_run(path)
     assert stored["ranks"]["ranks"] == 2 and len(stored["servers"]) == 10
     assert stored["servers"]["same-graph-stock"]["options"][-1] == "16"
@@ -217,7 +258,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: 
 
     monkeypatch.setattr(command.tokens, "run", interrupted)
     path = tmp_path / "run.json"
-    assert command.main(["--only", "tokens", "--json", str(path)]) == 1
+    assert command.main(["--only", "tokens", "--json", str(path), "--folder", str(tmp_path / "folder")]) == 1
     found = [(one["bar"], one["ok"]) for one in report.read_run(path)["verdict"]]
     assert found == [("before", True), ("the run was carried through", False)]
 

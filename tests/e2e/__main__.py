@@ -8,10 +8,11 @@ import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +24,7 @@ from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
-from tests.e2e.server import Fleet
+from tests.e2e.server import Fleet, ServerSpec
 
 RUNS = ("speed", "load", "tokens")
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "cupy-cuda13x", "cupy-cuda12x", "wrapt")
@@ -80,7 +81,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     number("--requests", 1, None, load.REQUESTS, "of load: requests (%(default)s)")
     number("--side-by-side", 4, None, None, "servers at a time (9; with --tp, all)")
     number("--start-timeout", 10, None, 280, "seconds a server may take (%(default)s)")
-    option("--folder", "where checkpoints and logs go, and stay (a temporary one)", type=Path, metavar="FOLDER")
+    option(
+        "--folder",
+        "where checkpoints and logs go, and stay (a temporary one, which stays if a bar is missed)",
+        type=Path,
+        metavar="FOLDER",
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="F", help="write what is found to this file, as it is found"
     )
@@ -133,9 +139,8 @@ def run(argv: Sequence[str] | None) -> int:
     }
     with contextlib.ExitStack() as stack:
         if arguments.folder is None:
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="kdtree-e2e-", ignore_cleanup_errors=True))
-            )
+            folder = Path(tempfile.mkdtemp(prefix="kdtree-e2e-"))
+            stack.callback(leave, folder, record)
         else:
             folder = arguments.folder.absolute()
             try:
@@ -157,11 +162,33 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def leave(folder: Path, record: Record) -> None:
+    """Removes a temporary folder, but not the logs that say why a bar was missed."""
+    if any(not one["ok"] for one in record.document["verdict"]):
+        record.say(f"a bar was missed: the servers' logs are in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_cold(specs: Iterable[ServerSpec]) -> None:
+    """Empties the caches that an earlier run has left in the folder. Raises NotDone where that does not go."""
+    for spec in specs:
+        cache = spec.environ.get("KDTREE_CACHE_DIR")
+        if cache is not None and Path(cache).exists():
+            try:
+                shutil.rmtree(cache)
+            except OSError as error:
+                # A link has no strerror.
+                words = f"{cache} cannot be emptied: {error.strerror or error}"
+                raise NotDone(words, "name another --folder") from error
+
+
 def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, folder: Path) -> None:
     record.say("writing checkpoints")
     checkpoints = models.write_all(folder / "models", heads=8 * arguments.tp, deep_layers=arguments.layers)
     if arguments.tp > 1:
         wanted = plan.rank_specs(checkpoints, arguments.tp, folder)
+        make_cold(wanted.specs)
         side_by_side = arguments.side_by_side or len(wanted.specs)
         with Fleet(folder, side_by_side, arguments.start_timeout, record.say) as fleet:
             killer = ranks.CompilerKiller(Path(wanted.killed.environ["KDTREE_CACHE_DIR"]))
