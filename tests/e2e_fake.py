@@ -6,6 +6,7 @@ What goes wrong with it, environment variables say.
     FAKE_DIE_AT    die at the nth request
     FAKE_REFUSE    500 to every nth request
     FAKE_DIFFER    the token at which its answers differ from those of others
+    FAKE_DIFFER_AT the nth request, in which alone they do
     FAKE_MARGIN    how far the best two tokens are apart, when it is asked
     FAKE_SHORT     one token less than was asked for
     FAKE_STEP_MS   what a verify step takes
@@ -121,7 +122,8 @@ class Handler(BaseHTTPRequestHandler):
 def one(body: dict[str, Any], prompt: list[int], count: int, whole: int) -> dict[str, Any]:
     """The answer to a prompt after `count` of `whole` tokens."""
     ids = [(sum(prompt) + 7 * at) % 500 for at in range(count)]
-    if 0 <= number("FAKE_DIFFER") < count:
+    here = "FAKE_DIFFER_AT" not in os.environ or Handler.asked == number("FAKE_DIFFER_AT")
+    if here and 0 <= number("FAKE_DIFFER") < count:
         ids[int(number("FAKE_DIFFER"))] += 1
     steps = -(-(count - 1) // ACCEPTED)
     meta: dict[str, Any] = {"completion_tokens": count, "finish_reason": {"type": "length"} if count == whole else None}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,6 @@ def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     "words",
     [
         *(["--only", "sped"], ["--points", "8192"], ["--tp", "0"], ["--layers", "1"]),
-        *(["--tp", "2", "--only", "load"], ["--tp", "2", "--points", "8192,1"]),
         *(["--kv-cache-dtype", "fp8_e4m3"], ["--only", "tokens", "--kv-cache-dtype", "fp4_e2m1"]),
     ],
 )
@@ -85,6 +86,38 @@ def test_words_that_mean_nothing_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         command.parse(words)
     assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--only", "load"], "--only is for one GPU"),
+        (["--points", "8192,1"], "--points is for one GPU"),
+        (["--layers", "2"], "--layers is for one GPU"),
+        (["--requests", "7"], "--requests is for one GPU"),
+        (["--no-kernels"], "--no-kernels is for one GPU"),
+        (["--plot", "x.png"], "--plot is for one GPU"),
+        (["--plot", "x.png", "--layers", "2"], "--layers and --plot are for one GPU"),
+        (["--side-by-side", "9"], "--side-by-side 9 is too few: with --tp 2 there are 10 servers, all at once"),
+    ],
+)
+def test_words_that_two_ranks_would_not_heed_are_refused(words: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.parse(["--tp", "2", *words])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(f"e2e: {said}")
+    command.parse(words)  # with one they mean something
+
+
+def test_two_ranks_are_asked_for_with_room_for_all_servers() -> None:
+    assert command.parse(["--tp", "2", "--side-by-side", "10", "--start-timeout", "330"]).side_by_side == 10
+
+
+def test_the_help_says_what_two_ranks_need(capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "the run is `ranks`: 10 servers at once, for which about 15 GB a GPU and 32 cores were seen to do" in words
 
 
 def test_runs_are_done_in_one_order() -> None:
@@ -134,6 +167,65 @@ def test_the_runs_follow_each_other_and_are_written_down(stand_ins: None, tmp_pa
     assert capsys.readouterr().out.endswith("PASS\n")
 
 
+def test_a_stored_run_says_what_it_ran_on_and_not_where(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"SGLANG_X": "a", "NCCL_Y": "1", "KDTREE_MODE": "on", "CUDA_VISIBLE_DEVICES": "1,0"}
+    kept_out = {"CUDA_VISIBLE_DEVICES_X": "0", "MY_SGLANG_X": "b", "HF_TOKEN": "secret"}
+    for name in [name for name in os.environ if name.startswith(("SGLANG_", "NCCL_", "KDTREE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in (given | kept_out).items():
+        monkeypatch.setenv(name, value)
+    path, folder = tmp_path / "run.json", tmp_path / "deep" / "folder"
+    command.main(["--tp", "2", "--json", str(path), "--folder", str(folder)])
+    meta, servers = (report.read_run(path)[name] for name in ("meta", "servers"))
+    assert (meta["gpu"], meta["gpus"], meta["environ"]) == ("NVIDIA H200", 2, given)
+    assert meta["command"] == "python -m tests.e2e --tp 2 --json run.json --folder deep/folder"
+    options = servers["killed-patched"]["options"]
+    assert options[options.index("--model-path") + 1] == "models/target"
+    assert servers["killed-patched"]["environ"]["KDTREE_CACHE_DIR"] == "cache-killed"
+    assert str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_logs_of_a_run_that_missed_a_bar_stay(stand_ins: None, tmp_path: Path, monkeypatch, capsys, good) -> None:
+    def run(fleet: Fleet, record: Record, pairs: object, pool: str | None) -> None:
+        record.bar("a bar", good, "")
+
+    monkeypatch.setattr(command.tokens, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert command.main(["--only", "tokens"]) == (0 if good else 1)
+    left, said = list(tmp_path.iterdir()), capsys.readouterr().err
+    if good:
+        assert not left and "logs" not in said
+    else:
+        [folder] = left
+        assert list(folder.glob("*.log")) and f"a bar was missed: the servers' logs are in {folder}\n" in said
+
+
+def test_two_ranks_begin_with_empty_caches(stand_ins: None, tmp_path: Path, monkeypatch) -> None:
+    caches = [tmp_path / f"cache-{name}" for name in ("same-graph", "noisy-eager", "trip", "killed")]
+    for cache in caches:
+        cache.mkdir()
+        (cache / "kernel.cubin").write_text("of a run before")
+    (tmp_path / "cache-of-others").mkdir()
+
+    def run(fleet: Fleet, *words: object) -> None:
+        assert fleet.started and not any(cache.exists() for cache in caches)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.ranks, "run", run)
+    assert command.main(["--tp", "2", "--folder", str(tmp_path)]) == 1
+    assert (tmp_path / "cache-of-others").exists()
+
+
+def test_a_cache_that_cannot_be_emptied_is_status_2(stand_ins: None, tmp_path: Path, capsys) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache-trip").symlink_to(tmp_path / "elsewhere")
+    assert command.main(["--tp", "2", "--folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "cache-trip cannot be emptied: " in said and "None" not in said and (tmp_path / "elsewhere").exists()
+
+
 def full(path: Path, text: str) -> None:
     raise OSError(28, "No space left on device")
 
@@ -153,7 +245,7 @@ def test_a_file_that_could_not_be_written_is_status_2(stand_ins: None, tmp_path:
 def test_two_ranks_are_another_run(stand_ins: None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     # The stand-in has one rank, and no compiler.
-    assert command.main(["--tp", "2", "--json", str(path)]) == 1
+    assert command.main(["--tp", "2", "--json", str(path), "--folder", str(tmp_path / "folder")]) == 1
     stored = report.read_run(path)
     assert stored["ranks"]["ranks"] == 2 and len(stored["servers"]) == 10
     assert stored["servers"]["same-graph-stock"]["options"][-1] == "16"
@@ -166,7 +258,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: 
 
     monkeypatch.setattr(command.tokens, "run", interrupted)
     path = tmp_path / "run.json"
-    assert command.main(["--only", "tokens", "--json", str(path)]) == 1
+    assert command.main(["--only", "tokens", "--json", str(path), "--folder", str(tmp_path / "folder")]) == 1
     found = [(one["bar"], one["ok"]) for one in report.read_run(path)["verdict"]]
     assert found == [("before", True), ("the run was carried through", False)]
 
@@ -195,6 +287,14 @@ class TestRecord:
         record.document["tokens"] = {"x": [{"margin": float("inf")}]}
         record.save()
         assert json.loads((tmp_path / "run.json").read_text())["tokens"]["x"][0]["margin"] == "inf"
+
+    def test_what_is_below_the_folders_is_named_from_there(self, tmp_path: Path) -> None:
+        record = Record(tmp_path / "run.json", "x --json=/home/me/runs/r.json /srv/home/me/x /home/me2/y", quiet=True)
+        record.below(Path("/home/me/runs"), Path("/home/me"), Path("/"))
+        record.bar("a", True, "(/home/me/runs/cache/k.lock) '/home/me/z' /tmp/w")
+        stored = report.read_run(tmp_path / "run.json")
+        assert stored["meta"]["command"] == "x --json=r.json /srv/home/me/x /home/me2/y"
+        assert stored["verdict"][0]["found"] == "(cache/k.lock) 'z' /tmp/w"
 
     def test_a_server_that_fails_is_a_missed_bar(self) -> None:
         record = Record(None, "command", quiet=True)

@@ -492,8 +492,12 @@ def test_ranks_that_are_well_keep_every_bar_but_the_one_that_needs_a_compiler(be
     assert run_ranks(bed, monkeypatch) == [KILLED]
     assert set(bed.record.document["ranks"]["tokens"]) == {
         *("same-graph", "same-eager", "noisy-graph", "noisy-eager"),
-        "trip",
+        *("trip, switching", "trip"),
     }
+    each = [{"rank": rank, "calls": 1, "rel": 2e-3} for rank in (0, 1)]
+    validated = bed.record.document["ranks"]["validated"]
+    assert validated == {f"{name}-patched": each for name in ("same-graph", "same-eager", "killed")}
+    assert bed.found("same-eager-patched: validated") == "[1, 1] calls on ranks [0, 1]"
 
 
 @pytest.mark.parametrize(
@@ -546,21 +550,94 @@ def test_another_error_with_the_trip_is_told(bed: Bed) -> None:
     assert run_trip(bed, TRIPPED + "|[kdtree] ERROR x") == ["trip-patched: no other error"]
 
 
+def layer(rank: int, calls: str = "", rel: str = "2e-03") -> str:
+    return f"|[kdtree] L0 max_abs_diff=1e-3 mean=1e-5 rel={rel}{calls} tp_rank={rank}"
+
+
+OFTEN, BELOW = "validated as often on each rank", "rel below 0.005"
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "missed"),
+    [
+        ("eager", layer(0) + layer(1), []),
+        ("eager", layer(0), [OFTEN]),
+        # With graphs a rank may be a few steps late, and may tell of several at a time.
+        ("graph", layer(0, " calls=50") + layer(1, " calls=24") + layer(1, " calls=20"), []),
+        ("graph", layer(0, " calls=50") + layer(1, " calls=43"), [OFTEN]),
+        ("eager", layer(0) + layer(1, rel="6e-3"), [BELOW]),
+        ("eager", layer(2), [OFTEN]),
+    ],
+)
+def test_each_rank_validates_the_same_calls(bed: Bed, monkeypatch, mode: str, more: str, missed: list[str]) -> None:
+    [one] = [one for one in plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs if one.name == f"same-{mode}"]
+    one = dataclasses.replace(one, patched=with_environ(one.patched, FAKE_LINES=RANKS + more))
+    monkeypatch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: {"rank 0": [0], "rank 1": [1]})
+    bed.fleet.want(one.specs)
+    servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
+    ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
+    assert bed.missed() == [f"same-{mode}-patched: {bar}" for bar in missed]
+
+
+def test_no_layer_line_is_no_validation(bed: Bed, monkeypatch) -> None:
+    silent = "|".join(line for line in RANKS.split("|") if "L0" not in line)
+    missed = run_ranks(bed, monkeypatch, lines=silent)
+    assert [bar for bar in missed if bar.startswith("same")] == [
+        f"same-{mode}-patched: {bar}" for mode in ("graph", "eager") for bar in (OFTEN, BELOW)
+    ]
+
+
+SWITCHING = "trip-patched: tokens as stock's while the ranks switch (prompt 5 not judged)"
+SWITCHED = "trip-patched, all ranks stock: tokens as stock's (prompt 5 not judged)"
+
+
+# It is asked three times: four prompts, the first of which is not judged, and these as a batch.
+@pytest.mark.parametrize(
+    ("request_number", "token", "missed"),
+    [
+        *((2, 20, [SWITCHING]), (5, 20, [SWITCHING]), (7, 20, [SWITCHING]), (10, 20, [SWITCHING])),
+        *((12, 20, [SWITCHED]), (15, 20, [SWITCHED])),
+        # A prompt that is not judged, and a tie.
+        *((1, 20, []), (6, 20, []), (2, 0, [])),
+    ],
+)
+def test_tokens_are_judged_while_the_ranks_switch_and_since(
+    bed: Bed, request_number: int, token: int, missed: list[str]
+) -> None:
+    assert run_trip(bed, FAKE_DIFFER=str(token), FAKE_DIFFER_AT=str(request_number)) == missed
+    if (request_number, token) == (2, 20):
+        assert "prompt 37 alone at token 20" in bed.found("while the ranks switch")
+
+
 def test_a_deadlock_after_the_trip_is_told(bed: Bed, monkeypatch) -> None:
     missed = run_ranks(bed, monkeypatch, FAKE_REFUSE="3")
     assert "trip-patched could be run" in missed
 
 
-def test_a_gpu_too_many_is_told(bed: Bed, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        seen = iter([{"rank 0": [0], "rank 1": [1]}, {"rank 0": [0], "rank 1": [0, 1]}])
-        patch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: next(seen))
-        one = plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs[0]
-        patch.setenv("FAKE_LINES", RANKS)
-        bed.fleet.want(one.specs)
-        servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
-        ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("stock", "patched", "said"),
+    [
+        (
+            {"rank 0": [0], "rank 1": [1]},
+            {"rank 0": [0], "rank 1": [0, 1]},
+            "stock {'rank 0': [0], 'rank 1': [1]}, patched {'rank 0': [0], 'rank 1': [0, 1]}",
+        ),
+        ({}, {"rank 0": [0]}, "stock {}, patched {'rank 0': [0]}"),
+        ({}, {}, "NVML tells no process of these servers: a container without the host's process ids?"),
+    ],
+)
+def test_gpus_that_are_not_as_with_stock_are_told(
+    bed: Bed, monkeypatch, stock: dict[str, list[int]], patched: dict[str, list[int]], said: str
+) -> None:
+    seen = iter([stock, patched])
+    monkeypatch.setattr(ranks.gpus, "gpus_by_role", lambda nvml, pid: next(seen))
+    one = plan.rank_specs(bed.checkpoints, 2, bed.folder).pairs[0]
+    monkeypatch.setenv("FAKE_LINES", RANKS)
+    bed.fleet.want(one.specs)
+    servers = {"stock": bed.fleet.ready(one.stock.name), "patched": bed.fleet.ready(one.patched.name)}
+    ranks.judge_pair(bed.record, one, servers, object(), 2)  # type: ignore[arg-type]
     assert bed.missed() == ["same-graph: GPUs of each process as with stock"]
+    assert bed.found("GPUs of each process") == said
 
 
 def test_a_start_that_is_late_is_told(bed: Bed) -> None:

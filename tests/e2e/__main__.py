@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import os
+import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,10 +24,12 @@ from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
 from tests.e2e.record import Record
-from tests.e2e.server import Fleet
+from tests.e2e.server import Fleet, ServerSpec
 
 RUNS = ("speed", "load", "tokens")
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "cupy-cuda13x", "cupy-cuda12x", "wrapt")
+# What changes a run and is no option.
+VARIABLES = re.compile(r"(SGLANG|NCCL|KDTREE)_|CUDA_VISIBLE_DEVICES$")
 
 
 def run_names(text: str) -> list[str]:
@@ -42,6 +47,11 @@ def point(text: str) -> speed.Point:
         raise argparse.ArgumentTypeError(words) from None
 
 
+def servers_of_ranks() -> int:
+    """All of them run at once: each is asked after all have started, and none is stopped before the end."""
+    return len(plan.rank_specs(models.Checkpoints.below(Path()), 2, Path()).specs)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = exits.Parser(
         prog="python -m tests.e2e",
@@ -56,7 +66,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def number(name: str, least: int, most: int | None, default: int | None, help: str) -> None:
         option(name, help, type=whole_number(least, most), default=default, metavar="N")
 
-    number("--tp", 1, 8, 1, "GPUs, a rank on each; with two or more, the run is `ranks`")
+    ranks_words = (
+        f"GPUs, a rank on each; with two or more, the run is `ranks`: {servers_of_ranks()} servers at once, for which "
+        "about 15 GB a GPU and 32 cores were seen to do, in 2.5 minutes on two H200s"
+    )
+    number("--tp", 1, 8, 1, ranks_words)
     option("--only", f"only these, of {', '.join(RUNS)}", type=run_names, default=list(RUNS), metavar="RUN,...")
     points = "of speed: only these, e.g. 8192,1"
     option("--points", points, nargs="+", type=point, default=list(speed.POINTS), metavar="PROMPT,BATCH")
@@ -67,15 +81,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     number("--requests", 1, None, load.REQUESTS, "of load: requests (%(default)s)")
     number("--side-by-side", 4, None, None, "servers at a time (9; with --tp, all)")
     number("--start-timeout", 10, None, 280, "seconds a server may take (%(default)s)")
-    option("--folder", "where checkpoints and logs go, and stay (a temporary one)", type=Path, metavar="FOLDER")
+    option(
+        "--folder",
+        "where checkpoints and logs go, and stay (a temporary one, which stays if a bar is missed)",
+        type=Path,
+        metavar="FOLDER",
+    )
     parser.add_argument(
         "--json", type=output_file, metavar="F", help="write what is found to this file, as it is found"
     )
     parser.add_argument("--plot", type=plot_file, metavar="F", help="draw step times and throughput")
     parser.add_argument("--from", dest="source", type=Path, metavar="F", help="show this stored run; needs no GPU")
     arguments = parser.parse_args(argv)
-    if arguments.tp > 1 and (arguments.only, arguments.points) != (list(RUNS), list(speed.POINTS)):
-        parser.error("--only and --points are for one GPU: with --tp the run is `ranks`")
+    if arguments.tp > 1:
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in ("only", "points", "layers", "no_kernels", "requests", "plot")
+            if getattr(arguments, name) != parser.get_default(name)
+        ]
+        if given:
+            words = f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for one GPU"
+            parser.error(f"{words}, and with --tp {arguments.tp} the run is `ranks`: leave out one or the other")
+        if arguments.side_by_side is not None and arguments.side_by_side < servers_of_ranks():
+            parser.error(
+                f"--side-by-side {arguments.side_by_side} is too few: with --tp {arguments.tp} there are "
+                f"{servers_of_ranks()} servers, all at once: leave it out"
+            )
     if arguments.source is not None and arguments.json is not None:
         parser.error("--from shows a file that is there, and --json writes one of a new run")
     if arguments.kv_cache_dtype is not None and (arguments.tp > 1 or arguments.only != ["tokens"]):
@@ -100,18 +131,23 @@ def run(argv: Sequence[str] | None) -> int:
     # Whoever ends a run shall find what it has written, and no servers.
     signal.signal(signal.SIGTERM, interrupt)
     record = Record(arguments.json, command_of(argv))
-    record.document["meta"] |= {"gpu": nvml.name(), "versions": versions()}
+    record.document["meta"] |= {
+        "gpu": nvml.name(),
+        "gpus": arguments.tp,
+        "versions": versions(),
+        "environ": {name: os.environ[name] for name in sorted(os.environ) if VARIABLES.match(name)},
+    }
     with contextlib.ExitStack() as stack:
         if arguments.folder is None:
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="kdtree-e2e-", ignore_cleanup_errors=True))
-            )
+            folder = Path(tempfile.mkdtemp(prefix="kdtree-e2e-"))
+            stack.callback(leave, folder, record)
         else:
             folder = arguments.folder.absolute()
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise NotDone(f"{folder} cannot be made: {error.strerror}", "name another --folder") from error
+        record.below(folder, Path(os.path.expanduser("~")))
         try:
             carry_out(arguments, record, nvml, folder)
         except KeyboardInterrupt:
@@ -126,11 +162,33 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def leave(folder: Path, record: Record) -> None:
+    """Removes a temporary folder, but not the logs that say why a bar was missed."""
+    if any(not one["ok"] for one in record.document["verdict"]):
+        record.say(f"a bar was missed: the servers' logs are in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_cold(specs: Iterable[ServerSpec]) -> None:
+    """Empties the caches that an earlier run has left in the folder. Raises NotDone where that does not go."""
+    for spec in specs:
+        cache = spec.environ.get("KDTREE_CACHE_DIR")
+        if cache is not None and Path(cache).exists():
+            try:
+                shutil.rmtree(cache)
+            except OSError as error:
+                # A link has no strerror.
+                words = f"{cache} cannot be emptied: {error.strerror or error}"
+                raise NotDone(words, "name another --folder") from error
+
+
 def carry_out(arguments: argparse.Namespace, record: Record, nvml: gpus.Nvml, folder: Path) -> None:
     record.say("writing checkpoints")
     checkpoints = models.write_all(folder / "models", heads=8 * arguments.tp, deep_layers=arguments.layers)
     if arguments.tp > 1:
         wanted = plan.rank_specs(checkpoints, arguments.tp, folder)
+        make_cold(wanted.specs)
         side_by_side = arguments.side_by_side or len(wanted.specs)
         with Fleet(folder, side_by_side, arguments.start_timeout, record.say) as fleet:
             killer = ranks.CompilerKiller(Path(wanted.killed.environ["KDTREE_CACHE_DIR"]))

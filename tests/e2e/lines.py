@@ -74,6 +74,11 @@ def served(lines: Iterable[Line]) -> int:
     return max((int(line.fields.get("served", 0)) for line in lines if line.word == "calls"), default=0)
 
 
+def compared(lines: Iterable[Line]) -> int:
+    """The calls that the layer lines are about: one each, or as many as a line says that a graph has replayed."""
+    return sum(int(line.fields.get("calls", 1)) for line in lines if line.is_layer)
+
+
 def worst_rel(lines: Iterable[Line]) -> float | None:
     """The largest rel of the layer lines; infinite if one has a NaN of the kernel's own. None without such a line."""
     worst = None

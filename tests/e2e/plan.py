@@ -140,8 +140,8 @@ def load_spec(models: Checkpoints) -> ServerSpec:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Two ranks: pairs, each of whose patched servers starts with an empty cache of its own; one whose guard is made
-    to trip on rank 1; one whose compiler is killed."""
+    """Two ranks: pairs, each of whose patched servers starts with an empty cache of its own, and half of which
+    validate; one whose guard is made to trip on rank 1; one whose compiler is killed."""
 
     pairs: list[Pair]
     trip: ServerSpec
@@ -162,8 +162,8 @@ def rank_specs(models: Checkpoints, tp: int, folder: Path) -> Ranks:
         return (*common, "--tp", str(tp), *speculation(draft, **TREE))
 
     pairs = [
-        pair(f"{variant}-{mode}", options(draft, mode), cold(f"{variant}-{mode}"))
-        for variant, draft in (("same", models.target), ("noisy", models.noisy))
+        pair(f"{variant}-{mode}", options(draft, mode), {**environ, **cold(f"{variant}-{mode}")})
+        for variant, draft, environ in (("same", models.target, VALIDATE), ("noisy", models.noisy, {}))
         for mode in ("graph", "eager")
     ]
     trip = ServerSpec(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,17 @@ class Record:
         self._path = path
         self._quiet = quiet
         self._began = time.monotonic()
+        self._folders: tuple[Path, ...] = ()
         self.unsaved: NotDone | None = None  # why the file does not have what the document has
         self.document: dict[str, Any] = {
             "meta": {"command": command, "date": datetime.date.today().isoformat()},
             "verdict": [],
             "servers": {},
         }
+
+    def below(self, *folders: Path) -> None:
+        """In the file, what is below one of these is named from there: it tells of the run, and not of who ran it."""
+        self._folders = folders
 
     def say(self, text: str) -> None:
         if not self._quiet:
@@ -70,7 +76,7 @@ class Record:
     def save(self) -> None:
         self.document["meta"]["seconds"] = round(time.monotonic() - self._began, 1)
         if self._path is not None:
-            text = json.dumps(finite(self.document), indent=1, allow_nan=False) + "\n"
+            text = json.dumps(relative(finite(self.document), self._folders), indent=1, allow_nan=False) + "\n"
             before, self.unsaved = self.unsaved, None
             try:
                 exits.write(self._path, lambda part: part.write_text(text), "--json")
@@ -87,3 +93,14 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def relative(value: Any, folders: Sequence[Path]) -> Any:
+    """Paths in all words without those of `folders` that they begin with; the first one that fits counts."""
+    if isinstance(value, str):
+        prefixes = "|".join(re.escape(f"{folder}/") for folder in folders if folder != folder.parent)
+        # Not in the middle of a longer path.
+        return re.sub(rf"(?<![\w./-])(?:{prefixes})", "", value) if prefixes else value
+    if isinstance(value, dict):
+        return {name: relative(one, folders) for name, one in value.items()}
+    return [relative(one, folders) for one in value] if isinstance(value, list) else value

@@ -110,16 +110,23 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(found) or f"all {sum(row['tokens'] for row in rows)} tokens the same"
 
 
-def judge_tokens(record: Record, name: str, rows: Sequence[dict[str, Any]]) -> None:
-    judged = [row for row in rows if row["prompt"] != NOT_JUDGED]
+def judged_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["prompt"] != NOT_JUDGED]
+
+
+def judge_same(record: Record, bar: str, rows: Sequence[dict[str, Any]]) -> None:
     complete = all(row["tokens"] == NEW_TOKENS for row in rows)
-    same = complete and all(map(is_same, judged))
-    record.bar(f"{name}: tokens as stock's (prompt {NOT_JUDGED} not judged)", same, describe(rows))
+    same = complete and all(map(is_same, judged_of(rows)))
+    record.bar(f"{bar} (prompt {NOT_JUDGED} not judged)", same, describe(rows))
+
+
+def judge_tokens(record: Record, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    judge_same(record, f"{name}: tokens as stock's", rows)
     for how, tolerance in ACCEPTANCE.items():
         # Of another text the acceptance is another.
         pairs = [
             (row["accept_stock"], row["accept_patched"])
-            for row in judged
+            for row in judged_of(rows)
             if row["how"] == how and row["differs_at"] is None
         ]
         if pairs:
