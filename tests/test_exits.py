@@ -333,7 +333,12 @@ def reasons() -> Iterator[str]:
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if name in said_by and isinstance(node.args[0], ast.Constant):
                     yield str(node.args[0].value)
-    yield from ("guard", "configuration", "compute_capability")  # these are not written where they are raised
+    yield from (
+        "guard",
+        "guard_elsewhere",
+        "configuration",
+        "compute_capability",
+    )  # these are not written where they are raised
 
 
 def test_every_reason_of_a_worker_says_what_to_do() -> None:

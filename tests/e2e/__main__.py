@@ -67,8 +67,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         option(name, help, type=whole_number(least, most), default=default, metavar="N")
 
     ranks_words = (
-        f"GPUs, a rank on each; with two or more, the run is `ranks`: {servers_of_ranks()} servers at once, for which "
-        "about 15 GB a GPU and 32 cores were seen to do, in 2.5 minutes on two H200s"
+        f"GPUs, a rank on each; with two or more, the run is `ranks`: {servers_of_ranks()} servers at once, "
+        "seen to take 2.5 minutes on two H200s and 32 cores"
     )
     number("--tp", 1, 8, 1, ranks_words)
     option("--only", f"only these, of {', '.join(RUNS)}", type=run_names, default=list(RUNS), metavar="RUN,...")
