@@ -1259,7 +1259,7 @@ KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
 KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_DEFINE_HOPPER, )
 #endif
 
-// For the CPU build, which has all kernels and finds them by name: X(name) for each of them.
+// For the CPU build, which has all kernels and finds them by name: X(name) for each of them, or X(name, blocks of a cluster).
 #define KDTREE_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_r##ROWS) X(combine_splits_##TYPE##_r##ROWS)
 #define KDTREE_HOPPER_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_h##ROWS) X(combine_splits_##TYPE##_h##ROWS)
 #define KDTREE_FOR_EACH_KERNEL(X) KDTREE_FOR_EACH_VARIANT(KDTREE_NAMES, X) KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_HOPPER_NAMES, X)

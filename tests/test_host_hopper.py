@@ -238,6 +238,47 @@ def test_parities(program: Program) -> None:
         assert not outcome.error and (outcome.words() == 10).all()
 
 
+# -- clusters
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (0, None),
+        (1, "race at offset|has had all 1 arrivals"),
+        (2, "race at offset .*cp.async in flight|has had all 1 arrivals"),
+        (3, "."),
+        (4, "race at offset"),
+        (5, "race at offset .* of the mbarrier|no mbarrier was initialised"),
+        (6, "deadlock.*1024 bytes missing|race at offset"),
+    ],
+)
+def test_blocks_of_a_cluster(program: Program, rng: np.random.Generator, fault: int, message: str | None) -> None:
+    """Four clusters; what is stored in another block is NaN there until somebody has waited for its bytes."""
+    x = rng.standard_normal((6, 4, 2, 64, 4)).astype(np.float32)
+    shape = dict(grid_x=8, block=64, shared=128 + 1024, seed=1, seeds=SEEDS)
+    outcomes = program.launch("trade", x, x.nbytes, 6, fault, **shape)
+    expected = np.roll(x[:, :, ::-1], -1, axis=3).ravel()
+    if message is None:
+        check(outcomes, expected, right=True)
+    elif program.build == "races" or fault in (3, 5, 6):
+        assert all(re.search(message, o.error) for o in outcomes), [o.error for o in outcomes]
+    elif fault != 4:  # in some orders the result is right
+        check(outcomes, expected, right=False)
+
+
+def test_whether_a_phase_is_complete(program: Program) -> None:
+    """Asking makes nothing wait, and who asks again and again is told in the end."""
+    given = np.full(16, 7, np.int32)
+    answers = set()
+    for outcome in program.launch("tests_of_a_phase", given, 32, block=32, shared=64, seeds=SEEDS):
+        before, too_early, after, landed, more, value = outcome.words()[:6]
+        assert not outcome.error and (before, too_early, after, value) == (1, 0, 1, 7)
+        assert landed or more >= 0
+        answers.add(landed)
+    assert answers == {0, 1}
+
+
 # -- what is refused
 
 
@@ -290,6 +331,39 @@ def test_misuse(program: Program, case: int, expected: str) -> None:
         found = re.search(at, outcome.error)
         assert found, outcome.error
         assert all(start < int(line) <= end for line in found.groups()), (found.groups(), start, end)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (100, "map_address at line {}: there is no block 2 in the cluster"),
+        (101, "store_async at line {}: [0-9a-f]+ is no address of another block of the cluster"),
+        (102, "store_async at line {}: [0-9a-f]+ is no address of another block of the cluster"),
+        (103, "mbarrier_arrive_remote at line {}: [0-9a-f]+ is no address of another block of the cluster"),
+        (104, "mbarrier_arrive at line {}: offset .*: outside the block's 10240 bytes"),
+        (105, "store_async at line {}: offset 20 is not a multiple of 8 bytes"),
+        (106, "mbarrier_arrive_remote at line {}: no mbarrier was initialised at offset 8"),
+        (107, "cluster_wait at line {}: the warp has not arrived at the barrier of the cluster"),
+        (108, "cluster_arrive at line {}: the warp has arrived at the barrier of the cluster, but not waited for it"),
+        (109, r"warp 0 waits at cluster_wait, line {}; warps that have returned: 00000000; block \(1,0\): deadlock"),
+        (110, "mbarrier_arrive_expecting at line {}: -1 bytes: must be 0 to 1048575"),
+        (111, "phase 0: 1 of 1 arrivals, 4 bytes missing; 1 threads wait, thread 0 at line {}"),
+        (112, "mbarrier_test at line {}: parity 2: must be 0 or 1"),
+    ],
+)
+def test_misuse_of_clusters(program: Program, case: int, expected: str) -> None:
+    lines = SOURCE.read_text().splitlines()
+    start = lines.index(f"    case {case}:")
+    end = lines.index("      break;", start)
+    shape = dict(grid_x=2, block=32, shared=10240, seeds=4)
+    for outcome in program.launch("misuse_of_clusters", np.zeros(64), 4, case, **shape):
+        found = re.search(expected.replace("{}", r"(\d+)"), outcome.error)
+        assert found, outcome.error
+        assert all(start < int(line) <= end for line in found.groups()), (found.groups(), start, end)
+
+
+def test_a_grid_is_of_whole_clusters(program: Program) -> None:
+    assert program.error("trade", 1, 0, grid_x=3) == "3 blocks along x in clusters of 2"
 
 
 def test_speed(program: Program) -> None:

@@ -1,4 +1,5 @@
-// One block of a grid on the CPU: its threads are fibers, its warps move in step from one collective to the next.
+// One block of a grid on the CPU: its threads are fibers, its warps move in step from one collective to the next. The blocks of a cluster
+// take turns as their warps do.
 //
 // Between two collectives the lanes of a warp run one after the other, each up to the next collective; the last to arrive there performs it
 // for all 32. Then the schedule says which warp goes on. A lane that waits for an mbarrier holds up itself alone. Whatever the hardware
@@ -29,6 +30,7 @@ constexpr int kRegisters = 65536;  // of a multiprocessor
 constexpr std::uint32_t kAllLanes = 0xffffffff;
 
 class Block;
+struct Cluster;
 struct Warp;
 
 struct Thread {
@@ -36,6 +38,7 @@ struct Thread {
   Block* block = nullptr;
   Warp* warp = nullptr;
   int index = 0, lane = 0;
+  int number = 0;  // among those of the cluster
   AsyncCopies copies;
   Site site{nullptr, 0};  // of the mbarrier_wait in which it is
 };
@@ -45,6 +48,7 @@ KDTREE_HOST_LOCAL inline thread_local Thread* current = nullptr;
 
 struct Warp {
   int index = 0;
+  int number = 0;             // among those of the cluster
   Thread* threads = nullptr;  // 32 of them
   LaneOrder order;
   int position = 0;                 // in that order, of the lane that runs
@@ -59,6 +63,8 @@ struct Warp {
   int registers = 0;  // of each thread
   int wanted = 0;     // that many it waits for
   Site registers_site{nullptr, 0};
+  std::uint32_t cluster_arrivals = 0, cluster_waits = 0;  // at the barrier of the cluster
+  Site cluster_site{nullptr, 0};
 };
 
 struct Barrier {
@@ -82,58 +88,77 @@ class Operands {
 
 struct BlockShape {
   int grid_x, grid_y, threads, shared_bytes;
+  int cluster = 1;  // blocks
+};
+
+// What the blocks of a cluster have in common.
+struct Cluster {
+  Cluster(const BlockShape& shape, Schedule& schedule)
+      : schedule(schedule),
+        stride((shape.shared_bytes + 15) / 16 * 16),
+        shared_base(schedule.shared_base()),
+        races(static_cast<std::size_t>(stride * shape.cluster), shape.cluster * shape.threads / kLanes, shape.cluster * kBarriers,
+              shape.cluster * Mbarriers::kMost) {}
+
+  Schedule& schedule;
+  std::vector<Block*> blocks;
+  long long stride;      // from the shared memory of one block to that of the next, as the race detector sees it
+  unsigned shared_base;  // its address in each
+  Races races;
+  Report report;
+  Fiber main;
+  int running = 0;  // block
+  // Its barrier:
+  std::uint32_t phase = 0;  // how many are complete
+  int arrived = 0;          // warps
 };
 
 class Block {
  public:
   using Body = void (*)(const void* argument);
 
-  Block(const BlockShape& shape, Schedule& schedule, StackPool& stacks)
+  Block(const BlockShape& shape, Cluster& cluster, StackPool& stacks)
       : shape_(shape),
-        schedule_(schedule),
+        cluster_(cluster),
+        rank_(static_cast<int>(cluster.blocks.size())),
+        schedule_(cluster.schedule),
         stacks_(stacks),
-        shared_(static_cast<std::size_t>(shape.shared_bytes), schedule.shared_base()),
-        races_(static_cast<std::size_t>(shape.shared_bytes), shape.threads / kLanes, kBarriers, Mbarriers::kMost),
+        shared_(static_cast<std::size_t>(shape.shared_bytes), cluster.shared_base + rank_bits()),
+        races_(cluster.races),
         threads_(static_cast<std::size_t>(shape.threads)),
         warps_(static_cast<std::size_t>(shape.threads / kLanes)),
-        warpgroups_((warps_.size() + kWarpgroup - 1) / kWarpgroup) {
+        warpgroups_((warps_.size() + kWarpgroup - 1) / kWarpgroup),
+        mbarriers_(this, rank_),
+        report_(cluster.report) {
+    cluster.blocks.push_back(this);
     for (int i = 0; i < shape.threads; ++i) {
       Thread& thread = threads_[static_cast<std::size_t>(i)];
       thread.block = this;
       thread.warp = &warps_[static_cast<std::size_t>(i / kLanes)];
       thread.index = i;
+      thread.number = rank_ * shape.threads + i;
       thread.lane = i % kLanes;
     }
   }
 
-  // Runs all threads of block (x, y) through body(argument). The report is empty if nothing was wrong.
-  const Report& run(int x, int y, Body body, const void* argument) {
-    x_ = x, y_ = y, body_ = body, argument_ = argument;
-    report_.clear();
-    shared_.poison();
-    races_.begin_block();
-    schedule_.begin_block();
-    mbarriers_.clear();
-    for (Barrier& barrier : barriers_) barrier = Barrier();
-    for (Warpgroup& warpgroup : warpgroups_) warpgroup.clear();
-    for (Thread& thread : threads_) {
-      thread.copies.forget();
-      thread.fiber.start(stacks_.get(static_cast<std::size_t>(thread.index)), &thread_main);
-    }
-    for (std::size_t i = 0; i < warps_.size(); ++i) {
-      warps_[i] = Warp();
-      warps_[i].index = static_cast<int>(i);
-      warps_[i].threads = &threads_[i * kLanes];
-      warps_[i].registers = registers_at_start();
-    }
-    runnable_ = all_warps();
-    running_ = 0;
-    current = &next_thread();
-    main_.switch_to(current->fiber);  // comes back when all threads have returned, or at the first error
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  // Runs all threads of a cluster, whose first block is (x, y), through body(argument). The report is empty if nothing was wrong.
+  static const Report& run(Cluster& cluster, int x, int y, Body body, const void* argument) {
+    cluster.report.clear();
+    cluster.races.begin_cluster();
+    cluster.schedule.begin_cluster();
+    cluster.phase = 0, cluster.arrived = 0, cluster.running = 0;
+    for (Block* block : cluster.blocks) block->begin(x + block->rank_, y, body, argument);
+    current = &cluster.blocks.front()->next_thread();
+    cluster.main.switch_to(current->fiber);  // comes back when all threads have returned, or at the first error
     current = nullptr;
-    check_guards();
-    check_warpgroups();
-    return report_;
+    for (Block* block : cluster.blocks) {
+      block->check_guards();
+      block->check_warpgroups();
+    }
+    return cluster.report;
   }
 
   // A collective of a warp: every lane calls this with its operand, the last one runs act(Operands) for all of them.
@@ -183,18 +208,60 @@ class Block {
     } else if (barrier.expected != expected) {
       fail(site, "barrier %d for %d threads, but for %d at line %d", id, expected, barrier.expected, barrier.site.line);
     }
-    races_.arrive(id, warp.index);
+    races_.arrive(rank_ * kBarriers + id, warp.number);
     barrier.warps |= 1u << warp.index;
     barrier.arrived += kLanes;
     barrier.any = barrier.any || value;
     runnable_ &= ~barrier.warps;
     if (barrier.arrived < barrier.expected) return;
     runnable_ |= barrier.warps;
-    races_.release(id, barrier.warps);
+    races_.release(rank_ * kBarriers + id, barrier.warps << warps_.front().number);
     for (Warp& waiting : warps_) {
       if (barrier.warps >> waiting.index & 1) waiting.result = barrier.any;
     }
     barrier = Barrier();
+  }
+
+  // What the last lane of a warp does at the barrier of the cluster.
+  void arrive_at_cluster(Site site, Warp& warp) {
+    if (warp.cluster_arrivals != warp.cluster_waits)
+      fail(site, "the warp has arrived at the barrier of the cluster, but not waited for it");
+    ++warp.cluster_arrivals;
+    races_.arrive_at_cluster(warp.number);
+    if (++cluster_.arrived < static_cast<int>(cluster_.blocks.size() * warps_.size())) return;
+    cluster_.arrived = 0;
+    ++cluster_.phase;
+    races_.complete_cluster();
+    for (Block* block : cluster_.blocks) {
+      for (Warp& waiting : block->warps_) {
+        if (waiting.cluster_site.primitive == nullptr) continue;
+        waiting.cluster_site = {nullptr, 0};
+        races_.wait_for_cluster(waiting.number);
+        block->runnable_ |= 1u << waiting.index;
+      }
+    }
+  }
+  void wait_for_cluster(Site site, Warp& warp) {
+    if (warp.cluster_arrivals == warp.cluster_waits) fail(site, "the warp has not arrived at the barrier of the cluster");
+    if (++warp.cluster_waits <= cluster_.phase) return races_.wait_for_cluster(warp.number);
+    warp.cluster_site = site;
+    runnable_ &= ~(1u << warp.index);
+  }
+
+  // Addresses have the number of their block at the top: shared memory of a cluster has one address space.
+  unsigned rank_bits() const { return static_cast<unsigned>(rank_) << kRankShift; }
+  static unsigned without_rank(unsigned address) { return address & ((1u << kRankShift) - 1); }
+  unsigned address_in(Site site, unsigned address, int rank) {
+    if (rank < 0 || rank >= static_cast<int>(cluster_.blocks.size())) fail(site, "there is no block %d in the cluster", rank);
+    if (!shared_.contains(shared_.offset_of(address), 0)) fail_outside(site, shared_.offset_of(address), 0);
+    return without_rank(address) | static_cast<unsigned>(rank) << kRankShift;
+  }
+  // The other block that an address is of.
+  Block& checked_other_block(Site site, unsigned address) {
+    const unsigned rank = address >> kRankShift;
+    if (rank >= cluster_.blocks.size() || cluster_.blocks[rank] == this)
+      fail(site, "%08x is no address of another block of the cluster", address);
+    return *cluster_.blocks[rank];
   }
 
   // The warpgroup of a warp, after it was found to be whole.
@@ -229,28 +296,29 @@ class Block {
   long long checked_offset(Site site, unsigned address, int size) { return checked_offset(site, address, size, size); }
   long long checked_offset(Site site, unsigned address, int size, int alignment) {
     const long long offset = shared_.offset_of(address);
-    if (!shared_.contains(offset, size)) fail_outside(site, offset, size);
-    if (offset % alignment != 0) fail(site, "offset %lld is not a multiple of %d bytes", offset, alignment);
+    if (!shared_.contains(offset, size)) current->block->fail_outside(site, offset, size);
+    if (offset % alignment != 0) current->block->fail(site, "offset %lld is not a multiple of %d bytes", offset, alignment);
     return offset;
   }
 
   unsigned char* at(long long offset) { return shared_.data() + offset; }
 
-  // Tell the race detector what the running thread does.
+  // Tell the race detector what the running thread does to this block's memory.
   void note_read(AccessKind kind, int line, long long offset, int size) {
-    if (const Access* earlier = races_.read(access(kind, line), offset, size)) fail_race(kind, line, offset, *earlier);
+    if (const Access* earlier = races_.read(access(kind, line), in_cluster(offset), size)) fail_race(kind, line, offset, *earlier);
   }
   void note_write(AccessKind kind, int line, long long offset, int size) {
-    if (const Access* earlier = races_.write(access(kind, line), offset, size)) fail_race(kind, line, offset, *earlier);
+    if (const Access* earlier = races_.write(access(kind, line), in_cluster(offset), size)) fail_race(kind, line, offset, *earlier);
   }
+  long long in_cluster(long long offset) const { return rank_ * cluster_.stride + offset; }
 
   // The same for what goes through the async proxy: the wgmmas of the running warp.
   void note_wgmma_read(int line, long long offset, int size, bool check_fence) {
-    const int warp = current->warp->index;
-    if (const Access* earlier = races_.read_for_wgmma(access(AccessKind::kWgmma, line), warp, offset, size))
+    const int warp = current->warp->number;
+    if (const Access* earlier = races_.read_for_wgmma(access(AccessKind::kWgmma, line), warp, in_cluster(offset), size))
       fail_race(AccessKind::kWgmma, line, offset, *earlier);
     if (!check_fence) return;
-    if (const Access* earlier = races_.unfenced(warp, offset, size)) fail_unfenced(AccessKind::kWgmma, line, offset, *earlier);
+    if (const Access* earlier = races_.unfenced(warp, in_cluster(offset), size)) fail_unfenced(AccessKind::kWgmma, line, offset, *earlier);
   }
 
   // Ends the launch: the threads of this block are left where they are, as nothing of theirs needs to be destroyed.
@@ -271,10 +339,37 @@ class Block {
   int x() const { return x_; }
   int y() const { return y_; }
   SharedMemory& shared() { return shared_; }
+  int rank() const { return rank_; }
+  Schedule& schedule() { return schedule_; }
   Mbarriers& mbarriers() { return mbarriers_; }
   Races& races() { return races_; }
 
  private:
+  static constexpr int kRankShift = 24;  // of addresses in a cluster
+
+  void begin(int x, int y, Body body, const void* argument) {
+    x_ = x, y_ = y, body_ = body, argument_ = argument;
+    shared_.poison();
+    mbarriers_.clear();
+    for (Barrier& barrier : barriers_) barrier = Barrier();
+    for (Warpgroup& warpgroup : warpgroups_) warpgroup.clear();
+    for (Thread& thread : threads_) {
+      thread.copies.forget();
+      thread.fiber.start(stacks_.get(static_cast<std::size_t>(thread.number)), &thread_main);
+    }
+    const int warps = static_cast<int>(warps_.size());
+    for (int i = 0; i < warps; ++i) {
+      Warp& warp = warps_[static_cast<std::size_t>(i)];
+      warp = Warp();
+      warp.index = i;
+      warp.number = rank_ * warps + i;
+      warp.threads = &threads_[static_cast<std::size_t>(i * kLanes)];
+      warp.registers = registers_at_start();
+    }
+    runnable_ = all_warps();
+    running_ = 0;
+  }
+
   static void thread_main() {
     Fiber::entered();
     Block& block = *current->block;
@@ -289,13 +384,15 @@ class Block {
     if ((warp.arrived | warp.returned) == kAllLanes) {
       if (warp.arrived != 0) fail_returned(warp);
       if (warp.wgmmas.pending()) fail({"wgmma", warp.wgmmas.oldest_line()}, "the warp has returned without a wgmma_wait that covers it");
-      if (returned_warps() == all_warps()) self.fiber.leave_for(main_);
+      bool all = true;
+      for (const Block* block : cluster_.blocks) all = all && block->returned_warps() == block->all_warps();
+      if (all) self.fiber.leave_for(cluster_.main);
     }
     current = &next_of(warp);
     self.fiber.leave_for(current->fiber);
   }
 
-  [[noreturn]] void abandon() { current->fiber.leave_for(main_); }
+  [[noreturn]] void abandon() { current->fiber.leave_for(cluster_.main); }
 
   static void hand_over(Thread& self, Thread& next) {
     if (&next == &self) return;
@@ -316,9 +413,15 @@ class Block {
     return next_thread();
   }
 
-  // The first lane to run of the warp to run next.
+  // The first lane to run of the warp to run next, of the block to run next.
   Thread& next_thread() {
-    if (runnable_ == 0) fail_deadlock();
+    std::uint32_t blocks = 0;
+    for (const Block* block : cluster_.blocks) blocks |= static_cast<std::uint32_t>(block->runnable_ != 0) << block->rank_;
+    if (blocks == 0) fail_deadlock();
+    cluster_.running = schedule_.pick_block(blocks, cluster_.running);
+    return cluster_.blocks[static_cast<std::size_t>(cluster_.running)]->next_own_thread();
+  }
+  Thread& next_own_thread() {
     running_ = schedule_.pick_warp(runnable_, running_);
     Warp& warp = warps_[static_cast<std::size_t>(running_)];
     warp.order = schedule_.lane_order();
@@ -335,7 +438,7 @@ class Block {
 
   static Access access(AccessKind kind, int line) {
     Access access;
-    access.thread = static_cast<std::uint16_t>(current->index);
+    access.thread = static_cast<std::uint16_t>(current->number);
     access.kind = kind;
     access.line = line;
     return access;
@@ -368,7 +471,12 @@ class Block {
   }
 
   [[noreturn]] void fail_deadlock() {
-    report_.add("block (%d,%d): deadlock", x_, y_);
+    for (const Block* block : cluster_.blocks) block->describe_deadlock();
+    abandon();
+  }
+
+  void describe_deadlock() const {
+    report_.add("%sblock (%d,%d): deadlock", rank_ == 0 ? "" : "; ", x_, y_);
     for (int id = 0; id < kBarriers; ++id) {
       const Barrier& barrier = barriers_[id];
       if (barrier.arrived == 0) continue;
@@ -385,9 +493,10 @@ class Block {
     for (const Warp& warp : warps_) {
       if (warp.wanted != 0)
         report_.add("; warp %d waits at %s, line %d", warp.index, warp.registers_site.primitive, warp.registers_site.line);
+      if (warp.cluster_site.primitive != nullptr)
+        report_.add("; warp %d waits at %s, line %d", warp.index, warp.cluster_site.primitive, warp.cluster_site.line);
     }
     report_.add("; warps that have returned: %08x", returned_warps());
-    abandon();
   }
 
   [[noreturn]] void fail_race(AccessKind kind, int line, long long offset, const Access& earlier) {
@@ -406,36 +515,45 @@ class Block {
     abandon();
   }
 
+  // By its number in the cluster.
   void add_thread(int thread) {
-    int number = 0;
+    int number = 0, block = 0;
     if (thread == Races::kSeveralThreads) {
       report_.add("several lanes of a warp");
-    } else if (races_.is_of_mbarrier(thread, number)) {
-      report_.add("some thread, for the mbarrier at offset %lld", mbarriers_[number].offset);
-    } else if (races_.is_of_warp(thread, number)) {
-      report_.add("warp %d", number);
-    } else {
-      report_.add("thread %d", thread);
+      return;
     }
+    if (races_.is_of_mbarrier(thread, number)) {
+      block = number / Mbarriers::kMost;
+      report_.add("some thread, for the mbarrier at offset %lld",
+                  cluster_.blocks[static_cast<std::size_t>(block)]->mbarriers_[number].offset);
+    } else if (races_.is_of_warp(thread, number)) {
+      block = number / static_cast<int>(warps_.size());
+      report_.add("warp %d", number % static_cast<int>(warps_.size()));
+    } else {
+      block = thread / shape_.threads;
+      report_.add("thread %d", thread % shape_.threads);
+    }
+    if (shape_.cluster > 1) report_.add(" of block %d of the cluster", block);
   }
 
   const BlockShape shape_;
+  Cluster& cluster_;
+  const int rank_;  // in the cluster
   Schedule& schedule_;
   StackPool& stacks_;
   SharedMemory shared_;
-  Races races_;
+  Races& races_;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   std::vector<Warpgroup> warpgroups_;
   Mbarriers mbarriers_;
   Barrier barriers_[kBarriers];
-  Fiber main_;
   int x_ = 0, y_ = 0;
   Body body_ = nullptr;
   const void* argument_ = nullptr;
   std::uint32_t runnable_ = 0;  // warps, a bit each
   int running_ = 0;
-  Report report_;
+  Report& report_;
 };
 
 }  // namespace host

@@ -20,6 +20,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 #define threadIdx (host::thread_index())
@@ -216,7 +217,7 @@ inline void __syncwarp(unsigned mask = host::kAllLanes, KDTREE_HOST_LINE) {
   host::Block& block = *host::current->block;
   const host::Site site{"__syncwarp", line};
   if (mask != host::kAllLanes) block.fail(site, "mask %08x: only the whole warp is supported", mask);
-  block.meet(site, mask, [&block](const host::Operands<unsigned>&) { block.races().synchronise_warp(host::current->warp->index); });
+  block.meet(site, mask, [&block](const host::Operands<unsigned>&) { block.races().synchronise_warp(host::current->warp->number); });
 }
 
 // -- shuffles and votes

@@ -1,6 +1,7 @@
 // The primitives of Hopper (sm_90a): mbarriers, wgmma and what goes with them; with the same strictness as device.h, which
 // includes this at its end. Copies land when somebody waits for the phase that counts them, wgmmas are performed when somebody waits for
-// their group, both as late as the hardware may; what they will change is NaN until then.
+// their group, what another block has stored is there when somebody waits for its bytes, all as late as the hardware may; what they will
+// change is NaN until then.
 #pragma once
 
 #include <cstdint>
@@ -11,38 +12,44 @@
 
 namespace host {
 
-// The mbarrier at an address, after it was found to be one. A use of it counts as a read: it must come after the initialisation.
-inline Mbarrier& checked_mbarrier(Site site, unsigned address) {
-  Block& block = *current->block;
+// The mbarrier at an address of a block, after it was found to be one. A use of it counts as a read: it must come after the initialisation.
+inline Mbarrier& checked_mbarrier(Site site, Block& block, unsigned address) {
   const long long offset = block.checked_offset(site, address, Mbarrier::kBytes);
   Mbarrier* const mbarrier = block.mbarriers().find(offset);
-  if (mbarrier == nullptr) block.fail(site, "no mbarrier was initialised at offset %lld", offset);
+  if (mbarrier == nullptr) current->block->fail(site, "no mbarrier was initialised at offset %lld", offset);
   unsigned char bytes[Mbarrier::kBytes];
   copy_bytes(bytes, block.at(offset), sizeof bytes);
   for (const unsigned char byte : bytes) {
-    if (byte != Mbarrier::kOpaque) block.fail(site, "something was written over the mbarrier at offset %lld", offset);
+    if (byte != Mbarrier::kOpaque) current->block->fail(site, "something was written over the mbarrier at offset %lld", offset);
   }
   block.note_read(AccessKind::kMbarrier, site.line, offset, Mbarrier::kBytes);
   return *mbarrier;
 }
+inline Mbarrier& checked_mbarrier(Site site, unsigned address) { return checked_mbarrier(site, *current->block, address); }
 
-// Goes on to the next phase if nothing is missing in this one, and if it must: copies take their time as long as nobody waits for them.
-inline void advance(Mbarrier& mbarrier) {
-  Block& block = *current->block;
-  if (mbarrier.all_arrivals() != mbarrier.expected || (!mbarrier.copy_arrivals.empty() && mbarrier.waiting.empty())) return;
+// Goes on to the next phase if nothing is missing in this one, and if it must: copies and stores take their time as long as nobody waits
+// for them and nothing else makes them land.
+inline void advance(Mbarrier& mbarrier, bool lands = false) {
+  if (!mbarrier.is_complete()) return;
+  if ((!mbarrier.copy_arrivals.empty() || !mbarrier.stores.empty()) && mbarrier.waiting.empty() && !lands) return;
+  Block& block = *mbarrier.block;
   for (const CopyArrival& arrival : mbarrier.copy_arrivals) {
-    const int thread = arrival.thread->index;
+    const int thread = arrival.thread->number;
     arrival.thread->copies.land_until(arrival.copies, [&](const AsyncCopy& copy) {
-      block.races().land(mbarrier.index, copy.line, copy.offset, 16, thread);
+      block.races().land(mbarrier.number, copy.line, block.in_cluster(copy.offset), 16, thread);
       if (copy.zeros) {
         fill_bytes(block.at(copy.offset), 0, 16);
       } else {
         copy_bytes(block.at(copy.offset), copy.source, 16);
       }
     });
-    block.races().copies_arrive(mbarrier.index, thread);
+    block.races().copies_arrive(mbarrier.number, thread);
   }
-  block.races().complete(mbarrier.index);
+  for (const AsyncStore& store : mbarrier.stores) {
+    block.races().store_lands(mbarrier.number, store.line, block.in_cluster(store.offset), store.bytes);
+    copy_bytes(block.at(store.offset), store.value, static_cast<std::size_t>(store.bytes));
+  }
+  block.races().complete(mbarrier.number);
   for (Thread* thread : mbarrier.waiting) block.wake(*thread);
   mbarrier.begin_next_phase();
 }
@@ -71,16 +78,31 @@ inline void mbarrier_init(unsigned mbarrier, int arrivals, KDTREE_HOST_LINE) {
   block.note_write(host::AccessKind::kMbarrierInit, line, offset, host::Mbarrier::kBytes);
 }
 
-// For other blocks of a cluster and for the async proxy, neither of which has to do with mbarriers here.
+// For other blocks of a cluster, whom its barrier tells, too, and for the async proxy, which has nothing to do with mbarriers here.
 inline void mbarrier_fence_init() {}
+
+namespace host {
+
+inline void arrive(Site site, Mbarrier& mbarrier, int bytes) {
+  check_room_for_arrival(site, mbarrier);
+  current->block->races().arrive_alone(mbarrier.number, current->number);
+  ++mbarrier.arrived;
+  mbarrier.missing_bytes += bytes;
+  advance(mbarrier);
+}
+
+}  // namespace host
 
 inline void mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) {
   const host::Site site{"mbarrier_arrive", line};
-  host::Mbarrier& arrived = host::checked_mbarrier(site, mbarrier);
-  host::check_room_for_arrival(site, arrived);
-  host::current->block->races().arrive_alone(arrived.index, host::current->index);
-  ++arrived.arrived;
-  host::advance(arrived);
+  host::arrive(site, host::checked_mbarrier(site, mbarrier), 0);
+}
+// The same, of the phase's bytes as well: it is complete when those have been stored, too.
+inline void mbarrier_arrive_expecting(unsigned mbarrier, int bytes, KDTREE_HOST_LINE) {
+  const host::Site site{"mbarrier_arrive_expecting", line};
+  if (bytes < 0 || bytes > host::Mbarrier::kMostArrivals)
+    host::current->block->fail(site, "%d bytes: must be 0 to %d", bytes, host::Mbarrier::kMostArrivals);
+  host::arrive(site, host::checked_mbarrier(site, mbarrier), bytes);
 }
 
 // Waits until the phase of that parity is complete: the one before the present phase is, the present one is not.
@@ -97,7 +119,21 @@ inline void mbarrier_wait(unsigned mbarrier, int parity, KDTREE_HOST_LINE) {
     // It tries again and again, and may have been elsewhere in the meantime.
     if (waited.phase != phase + 1) block.fail(site, "phase %u was complete, and so was the next one before this thread had seen it", phase);
   }
-  block.races().wait(waited.index, host::current->index);
+  block.races().wait(waited.number, host::current->number);
+}
+
+// Whether the phase of that parity is complete. What is on its way lands now or not, as the seed will have it.
+inline bool mbarrier_test(unsigned mbarrier, int parity, KDTREE_HOST_LINE) {
+  host::Block& block = *host::current->block;
+  const host::Site site{"mbarrier_test", line};
+  if (parity != 0 && parity != 1) block.fail(site, "parity %d: must be 0 or 1", parity);
+  host::Mbarrier& tested = host::checked_mbarrier(site, mbarrier);
+  if (static_cast<int>(tested.phase & 1) == parity) {
+    host::advance(tested, block.schedule().lands_now());
+    if (static_cast<int>(tested.phase & 1) == parity) return false;
+  }
+  block.races().wait(tested.number, host::current->number);
+  return true;
 }
 
 // The mbarrier counts an arrival when all cp.asyncs that this thread has started so far have landed.
@@ -110,7 +146,54 @@ inline void cp_async_mbarrier_arrive(unsigned mbarrier, KDTREE_HOST_LINE) {
 }
 
 // Between writes of threads, or of their cp.asyncs, and their use by wgmma.
-inline void fence_proxy_async() { host::current->block->races().fence(host::current->index); }
+inline void fence_proxy_async() { host::current->block->races().fence(host::current->number); }
+
+// -- blocks of a cluster
+
+// The same place in another block's memory.
+inline unsigned map_address(unsigned address, int block, KDTREE_HOST_LINE) {
+  return host::current->block->address_in({"map_address", line}, address, block);
+}
+
+inline void cluster_arrive(KDTREE_HOST_LINE) {
+  const host::Site site{"cluster_arrive", line};
+  int nothing = 0;
+  host::current->block->meet(site, nothing,
+                             [&](const host::Operands<int>&) { host::current->block->arrive_at_cluster(site, *host::current->warp); });
+}
+inline void cluster_wait(KDTREE_HOST_LINE) {
+  const host::Site site{"cluster_wait", line};
+  int nothing = 0;
+  host::current->block->meet(site, nothing,
+                             [&](const host::Operands<int>&) { host::current->block->wait_for_cluster(site, *host::current->warp); });
+}
+
+// At an mbarrier of another block.
+inline void mbarrier_arrive_remote(unsigned mbarrier, KDTREE_HOST_LINE) {
+  const host::Site site{"mbarrier_arrive_remote", line};
+  host::Block& block = host::current->block->checked_other_block(site, mbarrier);
+  host::arrive(site, host::checked_mbarrier(site, block, mbarrier), 0);
+}
+
+// Into another block, whose mbarrier counts the bytes once they are there. What they will change is NaN until then.
+template <class Value>
+void store_async(unsigned address, Value x, unsigned mbarrier, KDTREE_HOST_LINE) {
+  static_assert(sizeof x == 4 || sizeof x == 8 || sizeof x == 16, "one, two or four words");
+  constexpr int kBytes = sizeof x;
+  const host::Site site{"store_async", line};
+  host::Block& self = *host::current->block;
+  host::Block& block = self.checked_other_block(site, address);
+  if (&self.checked_other_block(site, mbarrier) != &block) self.fail(site, "the mbarrier is in another block than what is stored");
+  const long long offset = block.checked_offset(site, address, kBytes);
+  host::Mbarrier& counter = host::checked_mbarrier(site, block, mbarrier);
+  host::fill_bytes(block.at(offset), host::kPoison, kBytes);
+  block.note_write(host::AccessKind::kCopyInFlight, line, offset, kBytes);
+  host::AsyncStore store{offset, kBytes, {}, line};
+  host::copy_bytes(store.value, &x, kBytes);
+  counter.stores.push_back(store);
+  counter.missing_bytes -= kBytes;
+  host::advance(counter);
+}
 
 // -- within a warp
 
@@ -185,12 +268,12 @@ void wgmma_wait(KDTREE_HOST_LINE) {
   const host::Site site{"wgmma_wait", line};
   host::step_together(site, [site](host::Warp& warp) {
     host::Block& block = *host::current->block;
-    block.races().settle(warp.index);
+    block.races().settle(warp.number);
     const bool untouched = warp.wgmmas.wait(PENDING, [&block](const host::Wgmma& wgmma, float* values) {
       for (const int offset : wgmma.offsets) block.note_wgmma_read(wgmma.line, offset, 16, false);
       wgmma.perform(wgmma, block.shared().data(), values);
     });
-    block.races().complete_wgmma(warp.index);
+    block.races().complete_wgmma(warp.number);
     if (!untouched) block.fail(site, "accumulators were written to between wgmma and this wait");
   });
 }
@@ -198,6 +281,8 @@ void wgmma_wait(KDTREE_HOST_LINE) {
 // Tells a compiler that does not know what wgmma does to registers.
 template <int ROW_TILES>
 void hold_accumulators(float (&)[ROW_TILES][4]) {}
+
+inline float copied(float x) { return x + 0.f; }
 
 // d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major
 // both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
@@ -223,7 +308,7 @@ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long 
     host::take_step({site, lanes[0].a, lanes[0].b});
     if (const char* fault = a.fault(TRANSPOSED, 64)) block.fail(site, "descriptor %llx of a: %s", lanes[0].a, fault);
     if (const char* fault = b.fault(TRANSPOSED, kColumns)) block.fail(site, "descriptor %llx of b: %s", lanes[0].b, fault);
-    if (block.shared().address_of(block.shape().shared_bytes) > host::MatrixDescriptor::kAddresses)
+    if (host::Block::without_rank(block.shared().address_of(block.shape().shared_bytes)) > host::MatrixDescriptor::kAddresses)
       block.fail(site, "shared memory goes beyond the %u bytes that a descriptor can name", host::MatrixDescriptor::kAddresses);
     const char* fault = nullptr;
     host::Wgmma& wgmma = warp.wgmmas.start(d, kColumns, fault);
@@ -231,11 +316,11 @@ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long 
     wgmma.line = site.line;
     wgmma.perform = &host::perform_wgmma<Element, kColumns, TRANSPOSED>;
     const auto use = [&](unsigned address) {
-      const long long offset = block.checked_offset(site, address, 16);
+      const long long offset = block.checked_offset(site, address | block.rank_bits(), 16);
       block.note_wgmma_read(site.line, offset, 16, true);
       wgmma.offsets.push_back(static_cast<int>(offset));
     };
-    block.races().settle(warp.index);
+    block.races().settle(warp.number);
     wgmma.offsets.reserve(host::kPartsOfA + 2 * kColumns);
     const int first_row = warp.index % host::kWarpgroup * 16;
     for (int i = 0; i < host::kPartsOfA; ++i) use(host::part_of_a(a, TRANSPOSED, first_row, i));

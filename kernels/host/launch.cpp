@@ -20,20 +20,23 @@
 
 namespace {
 
-using Kernel = void (*)(VerifyParams);
+struct Kernel {
+  void (*function)(VerifyParams) = nullptr;
+  int cluster_blocks = 1;
+};
 
 Kernel find_kernel(const char* name) {
-#define KDTREE_HOST_FIND(kernel) \
-  if (std::strcmp(name, #kernel) == 0) return &kernel;
+#define KDTREE_HOST_FIND(kernel, ...) \
+  if (std::strcmp(name, #kernel) == 0) return Kernel{&kernel __VA_OPT__(, ) __VA_ARGS__};
   KDTREE_FOR_EACH_KERNEL(KDTREE_HOST_FIND)
 #undef KDTREE_HOST_FIND
-  return nullptr;
+  return {};
 }
 
 std::string launch_by_name(const char* name, host::Grid grid, int block_x, int shared_bytes, const void* params, unsigned long long seed) {
   const Kernel kernel = find_kernel(name);
-  if (kernel == nullptr) return std::string("there is no kernel ") + name;
-  return host::launch(kernel, grid, block_x, shared_bytes, *static_cast<const VerifyParams*>(params), seed);
+  if (kernel.function == nullptr) return std::string("there is no kernel ") + name;
+  return host::launch(kernel.function, grid, kernel.cluster_blocks, block_x, shared_bytes, *static_cast<const VerifyParams*>(params), seed);
 }
 
 }  // namespace

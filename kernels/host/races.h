@@ -1,7 +1,7 @@
 // Finds data races in shared memory whatever order the threads happened to run in: two accesses of one word, at least one a write, by
 // different threads, with nothing between them that orders them. Every thread has a clock, and whatever orders threads tells them each
 // other's times; an access is ordered after another if whoever makes it has been told of the other's time (a vector clock).
-//   * A barrier and __syncwarp order whole warps.
+//   * A barrier, of a block or of a cluster, and __syncwarp order whole warps.
 //   * Arriving at an mbarrier tells it what the one thread has done and knows; waiting for its phase tells the one thread that waits. What
 //   a
 //     thread was told for itself, its warp learns at the next __syncwarp or barrier.
@@ -11,7 +11,7 @@
 // It also finds words that were written by a thread or by cp.async and are then used through the async proxy, with no fence in between.
 // Only what is reported to it counts: the primitives always, plain loads and stores in a build with -fsanitize=thread (plain_access.h).
 // What it does not see it cannot blame: there are no false alarms, and 16-bit words that share a 32-bit one are told apart. Knows the
-// numbers of threads, barriers and mbarriers; nothing of how they run.
+// numbers of threads, barriers and mbarriers, which go through all blocks of a cluster; nothing of how they run.
 #pragma once
 
 #include <algorithm>
@@ -49,6 +49,8 @@ class Races {
         clocks_(static_cast<std::size_t>(threads_ + mbarriers_ + warps_)),
         heard_(static_cast<std::size_t>(warps_) * width_),
         meetings_(static_cast<std::size_t>(barriers) * width_),
+        cluster_meeting_(width_),
+        cluster_released_(width_),
         alone_(static_cast<std::size_t>(warps_)),
         fenced_lanes_(static_cast<std::size_t>(warps_)),
         fences_changed_(static_cast<std::size_t>(warps_)),
@@ -56,14 +58,15 @@ class Races {
         fenced_landings_(static_cast<std::size_t>(threads_)),
         own_landings_(static_cast<std::size_t>(threads_)) {}
 
-  // A new block knows everything that happened before; so nothing has to be erased.
-  void begin_block() {
+  // A new cluster knows everything that happened before; so nothing has to be erased.
+  void begin_cluster() {
     const std::uint32_t now = *std::max_element(clocks_.begin(), clocks_.end());
     start_ = now + 1;
     single_ = false;
     std::fill(clocks_.begin(), clocks_.end(), start_);
     std::fill(heard_.begin(), heard_.end(), now);
     std::fill(meetings_.begin(), meetings_.end(), 0);
+    std::fill(cluster_meeting_.begin(), cluster_meeting_.end(), 0);
     std::fill(alone_.begin(), alone_.end(), 0);
     std::fill(fenced_lanes_.begin(), fenced_lanes_.end(), 0);
     std::fill(own_landings_.begin(), own_landings_.end(), 0);
@@ -91,6 +94,21 @@ class Races {
     std::fill(meeting, meeting + width_, 0);
   }
 
+  // -- the barrier of the cluster, at which a warp first arrives and later waits
+
+  void arrive_at_cluster(int warp) {
+    merge(cluster_meeting_.data(), heard(warp));
+    for_lanes(alone_[at(warp)], [&](int lane) { merge(cluster_meeting_.data(), row(told_, warp * 32 + lane)); });
+    cluster_meeting_[at(warp)] = tick_warp(warp);
+  }
+
+  void complete_cluster() {
+    cluster_released_ = cluster_meeting_;
+    std::fill(cluster_meeting_.begin(), cluster_meeting_.end(), 0);
+  }
+
+  void wait_for_cluster(int warp) { merge(heard(warp), cluster_released_.data()); }
+
   void synchronise_warp(int warp) {
     for_lanes(alone_[at(warp)], [&](int lane) { merge(heard(warp), row(told_, warp * 32 + lane)); });
     alone_[at(warp)] = 0;
@@ -117,6 +135,11 @@ class Races {
   }
 
   void land(int mbarrier, int line, long long offset, int size, int thread) {
+    row(landings_, thread, mbarriers_)[mbarrier] = store_lands(mbarrier, line, offset, size);
+  }
+
+  // What another block of the cluster has stored for the mbarrier is there. Returns the time.
+  std::uint32_t store_lands(int mbarrier, int line, long long offset, int size) {
     use_single();
     Access access;
     access.time = clocks_[at(threads_ + mbarrier)];
@@ -126,7 +149,7 @@ class Races {
     access.kind = AccessKind::kCopyLanded;
     // The record of the copy in flight has kept everybody away since it was started.
     std::fill_n(writes_.begin() + static_cast<std::ptrdiff_t>(offset / 4), size / 4, access);
-    row(landings_, thread, mbarriers_)[mbarrier] = access.time;
+    return access.time;
   }
 
   void complete(int mbarrier) {
@@ -386,11 +409,12 @@ class Races {
   std::size_t width_;
   std::uint32_t start_ = 1;
   bool single_ = false;
-  std::vector<Access> writes_, reads_;  // the last of each 32-bit word; reads of each warp
-  std::vector<std::uint32_t> clocks_;   // of threads, then of mbarriers' copies
-  Rows heard_, meetings_;               // what each warp knows, what each barrier is told
-  Rows told_;                           // what single threads know besides, where alone_ has their bit
-  Rows arriving_, released_;            // what each mbarrier is told in this phase, what it was told in the last
+  std::vector<Access> writes_, reads_;       // the last of each 32-bit word; reads of each warp
+  std::vector<std::uint32_t> clocks_;        // of threads, then of mbarriers' copies
+  Rows heard_, meetings_;                    // what each warp knows, what each barrier is told
+  Rows cluster_meeting_, cluster_released_;  // what the barrier of the cluster is told in this phase, what it was told in the last
+  Rows told_;                                // what single threads know besides, where alone_ has their bit
+  Rows arriving_, released_;                 // what each mbarrier is told in this phase, what it was told in the last
   std::vector<std::uint32_t> alone_;
   Rows fenced_, fenced_warps_;  // what each thread knew at its last fence, where fenced_lanes_ has its bit; of warps, what all lanes knew
   std::vector<std::uint32_t> fenced_lanes_;

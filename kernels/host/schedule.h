@@ -1,6 +1,6 @@
-// Everything that a seed shuffles: the order of the blocks, which warp goes on after a collective, the order of the lanes of a warp.
-// The order is a function of the seed alone, so a failing seed can be run again. Seed 0 is the plain order, 0, 1, 2, ...
-// Knows nothing of blocks and threads.
+// Everything that a seed shuffles: the order of the clusters, which block of one and which warp goes on after a collective, the order of
+// the lanes of a warp. The order is a function of the seed alone, so a failing seed can be run again. Seed 0 is the plain order, 0, 1, 2,
+// ... Knows nothing of blocks and threads.
 #pragma once
 
 #include <cstdint>
@@ -46,27 +46,35 @@ class Schedule {
  public:
   explicit Schedule(std::uint64_t seed) : plain_(seed == 0), random_(seed) {}
 
-  std::vector<int> block_order(int blocks) {
-    std::vector<int> order(static_cast<std::size_t>(blocks));
+  std::vector<int> cluster_order(int clusters) {
+    std::vector<int> order(static_cast<std::size_t>(clusters));
     std::iota(order.begin(), order.end(), 0);
-    for (int i = blocks - 1; i > 0 && !plain_; --i) std::swap(order.data()[i], order.data()[random_.below(i + 1)]);
+    for (int i = clusters - 1; i > 0 && !plain_; --i) std::swap(order.data()[i], order.data()[random_.below(i + 1)]);
     return order;
   }
 
-  // Races come in two kinds: some need a fine interleaving of the warps, some need one warp far ahead. So each block has its own temper:
-  // the chance, in 64ths, that the running warp goes on as long as nothing stops it.
-  void begin_block() {
+  // Races come in two kinds: some need a fine interleaving of the warps, some need one warp far ahead. So each cluster has its own temper:
+  // the chance, in 64ths, that the running warp, or block, goes on as long as nothing stops it.
+  void begin_cluster() {
     constexpr int kStay[] = {0, 48, 63};
     stay_ = kStay[random_.below(3)];
+  }
+
+  // One of the blocks of `runnable` (a bit each, at least one set). Plain order: the running one until nothing of it can run.
+  int pick_block(std::uint32_t runnable, int running) {
+    if ((runnable >> running & 1) && (plain_ || runnable == 1u << running || random_.below(64) < stay_)) return running;
+    return plain_ ? __builtin_ctz(runnable) : any_of(runnable);
   }
 
   // One of the warps of `runnable` (a bit each, at least one set). Plain order: the lowest, so each warp runs until a barrier stops it.
   int pick_warp(std::uint32_t runnable, int running) {
     if (plain_) return __builtin_ctz(runnable);
     if ((runnable >> running & 1) && random_.below(64) < stay_) return running;
-    for (int skip = random_.below(__builtin_popcount(runnable)); skip > 0; --skip) runnable &= runnable - 1;
-    return __builtin_ctz(runnable);
+    return any_of(runnable);
   }
+
+  // Whether copies land although nobody waits for them.
+  bool lands_now() { return plain_ || random_.below(4) == 0; }
 
   LaneOrder lane_order() { return plain_ ? LaneOrder() : LaneOrder(random_.next()); }
 
@@ -75,6 +83,11 @@ class Schedule {
   unsigned shared_base() { return plain_ ? 1024 : 128u * static_cast<unsigned>(1 + 2 * random_.below(64)); }
 
  private:
+  int any_of(std::uint32_t bits) {
+    for (int skip = random_.below(__builtin_popcount(bits)); skip > 0; --skip) bits &= bits - 1;
+    return __builtin_ctz(bits);
+  }
+
   bool plain_;
   Random random_;
   int stay_ = 0;

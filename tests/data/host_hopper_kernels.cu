@@ -378,6 +378,107 @@ extern "C" __global__ void misuse(const VerifyParams p) {
   for (int i = 0; i < 4; i++) ((volatile float*)p.out)[0] = d[0][i] + other[0][i];
 }
 
+// -- clusters of two blocks
+
+// In: a uint4 for each of the 64 threads of each block, in each round. The blocks send each other theirs, and each thread writes what the
+// other block's next thread has sent. arguments[0]: rounds; [1]: what is wrong.
+extern "C" __global__ void trade(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int rounds = p.arguments[0], fault = p.arguments[1], block = blockIdx.x % 2, thread = threadIdx.x;
+  const unsigned there = shared_address(shared), read = there + 8, other = map_address(there, block ^ 1);
+  if (thread == 0) mbarrier_init(there, 1), mbarrier_init(read, 64), mbarrier_fence_init();
+  if (fault != 5) cluster_arrive(), cluster_wait();
+  for (int round = 0; round < rounds; round++) {
+    const int first = (round * gridDim.x + blockIdx.x) * 64;
+    if (thread == 0) mbarrier_arrive_expecting(there, fault == 3 ? 63 * 16 : 64 * 16);
+    if (fault != 2) mbarrier_wait(read, (round & 1) ^ 1);
+    const uint4 sent = ((const uint4*)p.in)[first + thread];
+    if (fault == 6) {
+      *(uint4*)(shared + 128 + thread * 16) = sent;  // where the other block's go
+    } else {
+      store_async(other + 128 + thread * 16, sent, other);
+    }
+    if (fault != 1) mbarrier_wait(there, round & 1);
+    if (fault == 4) mbarrier_arrive_remote(other + 8);
+    ((uint4*)p.out)[first + thread] = *(const uint4*)(shared + 128 + (thread + 1) % 64 * 16);
+    if (fault != 4) mbarrier_arrive_remote(other + 8);
+  }
+  if (fault == 5) return;
+  cluster_arrive(), cluster_wait();
+}
+
+// out: whether a phase was complete, asked before and after its arrivals, and after they have come and a copy is on its way.
+extern "C" __global__ void tests_of_a_phase(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const unsigned mbarrier = shared_address(shared);
+  if (threadIdx.x == 0) mbarrier_init(mbarrier, 1), mbarrier_fence_init();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int* const out = (int*)p.out;
+  out[0] = mbarrier_test(mbarrier, 1);  // the one before the first
+  out[1] = mbarrier_test(mbarrier, 0);
+  mbarrier_arrive(mbarrier);
+  out[2] = mbarrier_test(mbarrier, 0);
+  cp_async_16(mbarrier + 16, p.in, 16);
+  cp_async_mbarrier_arrive(mbarrier);
+  out[3] = mbarrier_test(mbarrier, 1);
+  out[4] = 0;
+  while (!mbarrier_test(mbarrier, 1)) out[4]++;
+  out[5] = *(const int*)(shared + 16);
+}
+
+// arguments[0] says which misuse.
+extern "C" __global__ void misuse_of_clusters(const VerifyParams p) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int block = blockIdx.x % 2;
+  const unsigned base = shared_address(shared), other = map_address(base, block ^ 1);
+  if (threadIdx.x == 0) mbarrier_init(base, 1), mbarrier_fence_init();
+  cluster_arrive(), cluster_wait();
+  const bool first = threadIdx.x == 0;
+  switch (p.arguments[0]) {
+    case 100:
+      if (first) map_address(base, 2);
+      break;
+    case 101:
+      if (first) store_async(base + 16, 1u, base);
+      break;
+    case 102:
+      if (first) store_async(other + 16, 1u, base);
+      break;
+    case 103:
+      if (first) mbarrier_arrive_remote(base);
+      break;
+    case 104:
+      if (first) mbarrier_arrive(other);
+      break;
+    case 105:
+      if (first) store_async(other + 20, make_uint2(1, 2), other);
+      break;
+    case 106:
+      if (first) mbarrier_arrive_remote(other + 8);
+      break;
+    case 107:
+      cluster_wait();
+      break;
+    case 108:
+      cluster_arrive(), cluster_arrive();
+      break;
+    case 109:
+      if (block == 0) cluster_arrive(), cluster_wait();
+      break;
+    case 110:
+      if (first) mbarrier_arrive_expecting(base, -1);
+      break;
+    case 111:
+      if (first && block == 0) mbarrier_arrive_expecting(base, 4), mbarrier_wait(base, 0);
+      break;
+    case 112:
+      if (first) mbarrier_test(base, 2);
+      break;
+  }
+  ((volatile int*)p.out)[0] = 1;
+}
+
 // For the clock: arguments[0] wgmmas of 64 x 72.
 extern "C" __global__ void busy(const VerifyParams p) {
   KDTREE_DYNAMIC_SHARED(shared);
@@ -401,5 +502,5 @@ extern "C" __global__ void busy(const VerifyParams p) {
 #define KDTREE_FOR_EACH_KERNEL(X)                                                                               \
   KDTREE_HOST_MULTIPLY(X, 1) KDTREE_HOST_MULTIPLY(X, 2) KDTREE_HOST_MULTIPLY(X, 5) KDTREE_HOST_MULTIPLY(X, 8)   \
   KDTREE_HOST_MULTIPLY(X, 9) X(movmatrix) X(vote) X(copy_pipeline) X(wgmma_pipeline) X(wgmma_of_stores) \
-  X(parities) X(misuse) X(busy)
+  X(parities) X(misuse) X(busy) X(trade, 2) X(tests_of_a_phase) X(misuse_of_clusters, 2)
 // clang-format on

@@ -31,7 +31,7 @@ void collect(VerifyParams p) {
 void print_pieces(const VerifyParams& params) {
   std::vector<std::vector<Piece>> of_workers(static_cast<std::size_t>(params.workers));
   dealt = of_workers.data();
-  const std::string error = host::launch(collect, {params.workers, 1}, 32, 0, params, 0);
+  const std::string error = host::launch(collect, {params.workers, 1}, 1, 32, 0, params, 0);
   if (!error.empty()) {
     std::fprintf(stderr, "%s\n", error.c_str());
     std::exit(1);
