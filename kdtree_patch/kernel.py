@@ -76,8 +76,8 @@ class VerifyKernel:
     """Attention of the draft tokens of a batch over their requests' prefixes, on one device.
 
     The workspace (two partial results a worker: 164 KB together, 22 MB on 132 multiprocessors, and in the Hopper
-    configuration 296 KB and 39 MB) is allocated once; its size does not depend on the batch. Calls on one device share
-    it, so they must be ordered on one stream, as SGLang's forward passes are.
+    configuration, where a worker is two multiprocessors, 296 KB and 20 MB) is allocated once; its size does not depend
+    on the batch. Calls on one device share it, so they must be ordered on one stream, as SGLang's forward passes are.
 
     `pool` is the type of an fp8 KV pool, and None for one of the queries' type: a binary has one of them.
     """
@@ -139,7 +139,7 @@ class VerifyKernel:
             chosen = tiles.CONFIGS[compiling.own_config(capability) if config == "auto" else config]
             cubin = job.result(target) if job is not None else compiling.cached_binary(target, cache_dir)
             launcher = gpu_launcher(cubin, device, chosen, cache_dir)
-            return cls(device, launcher, properties.multi_processor_count, target, chosen, pool)
+            return cls(device, launcher, properties.multi_processor_count // chosen.cluster, target, chosen, pool)
         except compiling.CompileError as error:
             raise KernelUnavailable(error.reason, str(error)) from error
 
@@ -236,7 +236,7 @@ def plan_call(
     fragment_warps = 8 if workers >= 12 * items else 1
     combine_grid = (variant.row_tiles * 4 * fragment_warps, min(items, workers))
     combine = (variant.combine_name(element), combine_grid, tiles.COMBINE_THREADS, combine_shared_bytes(workers))
-    main = (variant.kernel_name(element), (workers, 1), variant.threads, variant.shared_bytes)
+    main = (variant.kernel_name(element), (workers * config.cluster, 1), variant.threads, variant.shared_bytes)
     return CallPlan((main, combine), cut.row_blocks, cut.rows_per_block, fragment_warps)
 
 

@@ -62,13 +62,14 @@ class Cut:
 @dataclass(frozen=True)
 class Configuration:
     """One way to write the kernel, with variants from small to large. `shared_limit` is what the smallest part that
-    runs it allows a block.
+    runs it allows a block; a worker is a cluster of `cluster` blocks, each on a multiprocessor of its own.
     """
 
     name: str
     tile_keys: int
     shared_limit: int
     variants: tuple[Variant, ...]
+    cluster: int = 1
 
     def cut_rows(self, q_len: int, heads: int) -> Cut:
         """Cuts q_len * heads rows into as few equal blocks as the largest variant allows."""
@@ -103,12 +104,19 @@ def _portable_shared(rows: int) -> int:
 
 
 def _hopper_shared(rows: int) -> int:
-    stages, keys, spare = 2, 64, 1024
-    queries = rows * HEAD_DIM * 2
-    tiles = stages * keys * HEAD_DIM * 2 + spare
-    mbarriers, target, note = 14 * 8, 5 * 4, 4
-    row_state = 3 * rows * 4
-    return queries + tiles + mbarriers + _SCHEDULE_BYTES + row_state + target + note
+    cluster, stages, keys = 2, 4, 64
+    own_rows = rows // cluster
+    queries = rows * HEAD_DIM // cluster * 2
+    tiles = stages * keys * HEAD_DIM // cluster * 2
+    probabilities = 2 * (rows * keys * 2 + rows // 8 * 32)
+    partial_scores = 2 * keys * own_rows * 4
+    mbarriers = 26 * 8
+    factors = 2 * rows * 4
+    maxima = 2 * own_rows * 4
+    exchange = 2 * 2 * 4 * own_rows * 4
+    notes, targets, beginning = 4 * 4, 3 * 6 * 4, 7 * 4
+    hand_over = factors + maxima + exchange + notes + targets
+    return queries + tiles + probabilities + partial_scores + mbarriers + hand_over + _SCHEDULE_BYTES + beginning
 
 
 # portable: 101,376 bytes are what sm_86, sm_89 and sm_120 allow a block. hopper: wgmma, for compute capability 9.0.
@@ -117,6 +125,6 @@ CONFIGS = {
         "portable", 32, 101_376, tuple(Variant(r, "r", 256, _portable_shared(r)) for r in (16, 32, 40))
     ),
     "hopper": Configuration(
-        "hopper", 64, 232_448, tuple(Variant(r, "h", 512, _hopper_shared(r)) for r in (32, 64, 72))
+        "hopper", 64, 232_448, tuple(Variant(r, "h", 512, _hopper_shared(r)) for r in (32, 64, 72)), cluster=2
     ),
 }

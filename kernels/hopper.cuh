@@ -1,25 +1,41 @@
-// The Hopper configuration of verify_attn_flash: wgmma on tiles of 64 keys, up to 72 attention rows a block. For sm_90a alone. Parameters,
-// schedule, partial results and combine are those of verify_attn_flash.cu, which includes this and has all of the mathematics.
+// The Hopper configuration of verify_attn_flash: wgmma on tiles of 64 keys, up to 72 attention rows, by clusters of two blocks. For sm_90a
+// alone. Parameters, schedule, partial results and combine are those of verify_attn_flash.cu, which includes this and has all of the
+// mathematics.
 //
-// Four warpgroups, each of which has another part of a tile's way:
+// A worker is a pair of blocks, that is of multiprocessors, which share every tile by columns: each has half of the latent's and half of
+// the rope's, of keys and queries, so that four tiles fit into its shared memory. The scores of a tile are sums over all columns: each
+// block works out its part of them, over its own, for all rows; then it sends the other one those of half of the rows, and finishes the
+// other half. What comes of that, P and factors, both blocks get, for each multiplies all rows of P with the values of its own columns.
 //
-//   copy warpgroup     the tile into one of two stages by cp.async, three chunks of 64 columns at a time; of an fp8 pool, also unpacks it
-//   score warpgroup    S^T (64 x rows) = K (64 x 576) Q^T, both in shared memory, three chunks at a time as they land; softmax; P^T over
-//                      the rope columns, which nobody needs any more
-//   value warpgroups   O^T (256 x rows each) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
+// Four warpgroups in each block, which have different parts of a tile's way:
 //
-//   time    ------------------------------------------------------------------------------->
-//   copies  | 0      | 1               | 2              | 3              | ...
-//   scores           | S(0)  softmax(0) | S(1)  softmax(1) | S(2)  softmax(2) | ...
-//   values                             | O(0)             | O(1)             | ...
+//   copy warpgroup     the block's columns of a tile into one of four stages by cp.async; of an fp8 pool, also unpacks it
+//   score warpgroups   which take turns: S^T (64 x rows) = K (64 x 288) Q^T, both in shared memory; scores to and from the other block;
+//                      softmax; P^T into both blocks
+//   value warpgroup    O^T (256 x rows) += V^T P^T: V^T is the tile read MN-major; the accumulators stay in registers
 //
-// Four things are said, by mbarriers:
-//   full[stage][part]  a third of a tile's columns has landed: the score warpgroup may multiply it
-//   handed             the score warpgroup has handed over P, and by what the outputs must be multiplied first if a maximum has risen
-//   taken              the value warpgroups are done with what was handed over: P and factors are free again
-//   free[stage][part]  and so is a third of the stage, as soon as its values were multiplied: the next but one tile's may be copied into it
+//   time      ------------------------------------------------------------------------------->
+//   copies    | 0 | 1 | 2 | 3 |        | 4       | 5       | 6       | ...
+//   scores 0      | S(0)  softmax(0)   | S(2)  softmax(2)  | S(4)  ...
+//   scores 1           | S(1)  softmax(1)   | S(3)  softmax(3)  | ...
+//   values                        | O(0)    | O(1)    | O(2)    | ...
+//
+// A stage is in use from the start of its copy to the end of O, and there are four: a tile takes a quarter of that at least. So nothing
+// that lies between a tile's landing and its O may wait for the landing of a later one; a product goes ahead only if its tile is there.
+//
+// Seven things are said, by mbarriers:
+//   full[stage][part]  half of the block's columns of a tile have landed: a score warpgroup may multiply them
+//   partial[turn]      the other block's scores of this block's rows are there, for that score warpgroup
+//   received[turn]     the other block has read what it was sent: its place may be written again
+//   risen[turn]        the maxima have come through that score warpgroup's tile
+//   handed[i]          both blocks have handed over P, and by what the outputs must be multiplied first if a maximum has risen
+//   taken[i]           the value warpgroups of both blocks are done with what was handed over: P and factors may be written again
+//   free[stage][part]  this block's is done with half of the stage: the next but three tile's may be copied into it
 // A piece ends with one more hand-over, of no P but of 1 / sum for each row and of where the outputs go. Nothing stops between pieces: the
 // copies of the next one are under way while one is written.
+//
+// What another block is to see goes there by st.async, whose bytes the mbarrier there counts: nobody waits for it, and no fence that would
+// wait for all of global memory is needed. Arrivals at another block's mbarrier say only that something was read.
 
 #ifndef KDTREE_HOST
 
@@ -36,6 +52,10 @@ __device__ __forceinline__ void mbarrier_fence_init() { asm volatile("fence.mbar
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
+// The same, of the phase's bytes as well: it is complete when those have been stored, too.
+__device__ __forceinline__ void mbarrier_arrive_expecting(unsigned mbarrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
+}
 // Waits until the phase of that parity is complete.
 __device__ __forceinline__ void mbarrier_wait(unsigned mbarrier, int parity) {
   asm volatile(
@@ -48,10 +68,52 @@ __device__ __forceinline__ void mbarrier_wait(unsigned mbarrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// Whether the phase of that parity is complete, now.
+__device__ __forceinline__ bool mbarrier_test(unsigned mbarrier, int parity) {
+  int complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(mbarrier), "r"(parity)
+      : "memory");
+  return complete != 0;
+}
 // The mbarrier counts an arrival when all cp.asyncs that this thread has started so far have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
+// Blocks of a cluster. An address of another block is that of the same place in one's own memory, mapped.
+__device__ __forceinline__ unsigned map_address(unsigned address, int block) {
+  unsigned mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
+  return mapped;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// At an mbarrier of another block.
+__device__ __forceinline__ void mbarrier_arrive_remote(unsigned mbarrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+}
+// Into another block, whose mbarrier counts the bytes once they are there. Nobody waits for it here.
+__device__ __forceinline__ void store_async(unsigned address, unsigned x, unsigned mbarrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(x), "r"(mbarrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(unsigned address, uint2 x, unsigned mbarrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address), "r"(x.x), "r"(x.y),
+               "r"(mbarrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_async(unsigned address, uint4 x, unsigned mbarrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "r"(x.x),
+               "r"(x.y), "r"(x.z), "r"(x.w), "r"(mbarrier)
+               : "memory");
+}
+
 // Between writes of threads, or of their cp.asyncs, and their use by wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -99,6 +161,13 @@ template <int ROW_TILES>
 __device__ __forceinline__ void hold_accumulators(float (&d)[ROW_TILES][4]) {
 #pragma unroll
   for (int n = 0; n < ROW_TILES; n++) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+
+// Of an accumulator, in another register. A plain copy ptxas may make the same register, and then finds none for the next product.
+__device__ __forceinline__ float copied(float x) {
+  float y;
+  asm volatile("add.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // clang-format off
@@ -151,30 +220,28 @@ namespace hopper {
 
 // ---------------------------------------------------------------------------------------------------------------------------- constants
 
-constexpr int kWarpgroup = 128;               // threads
-constexpr int kThreads = 4 * kWarpgroup;      // one for scores, two for values, one for copies
-constexpr int kTileKeys = 64;                 // keys in a tile
-constexpr int kChunks = kHeadDim / 64;        // of 64 columns, 128 bytes, in which tiles and queries lie in shared memory
-constexpr int kRopeChunk = kChunks - 1;       // the last; the others are values, too
-constexpr int kValueChunks = kRopeChunk / 2;  // those of one value warpgroup
-constexpr int kParts = 3;                     // of a tile, that are copied and waited for each by itself
-constexpr int kPartChunks = kChunks / kParts;
+constexpr int kCluster = 2;                                                      // blocks of a worker
+constexpr int kWarpgroup = 128;                                                  // threads
+constexpr int kThreads = 4 * kWarpgroup;                                         // two for scores, one for values, one for copies
+constexpr int kTileKeys = 64;                                                    // keys in a tile
+constexpr int kStages = 4;                                                       // tiles in shared memory
+constexpr int kBlockLatent = kLatent / kCluster, kBlockRope = kRope / kCluster;  // columns of one block
+constexpr int kChunks = kBlockLatent / 64;    // of 64 columns of the latent, 128 bytes, in which tiles and queries lie in shared memory
 constexpr int kChunkBytes = kTileKeys * 128;  // one chunk of a tile
-// The i-th chunk that is copied and multiplied. The value warpgroups have half of them each and are done with one after the other, so
-// theirs take turns, and a part becomes free as early as can be.
-__device__ __forceinline__ constexpr int nth_chunk(int i) { return i == kRopeChunk ? i : i / 2 + i % 2 * kValueChunks; }
-constexpr int kMbarriers = 4 * kParts + 2;
-// Of an fp8 pool: a round is of two chunks, 128 fp8, of which each of eight threads copies 16. The last is the rope chunk alone.
-constexpr int kPackedRounds = (kChunks + 1) / 2;
-// A block starts with 128 registers a thread; the value warpgroups take what they need for their accumulators from the copy warpgroup.
-constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
-static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
-constexpr int kSpareBytes = 1024;  // what P needs beyond the rope chunk that it is written over
+constexpr int kParts = 2;  // of a stage, that are copied and waited for each by itself: two chunks, the first also the rope
+constexpr int kPartChunks = kChunks / kParts;
+// Numbers of mbarriers: see above.
+constexpr int kFull = 0, kFree = kFull + kStages * kParts, kHanded = kFree + kStages * kParts, kTaken = kHanded + 2, kPartial = kTaken + 2,
+              kReceived = kPartial + 2, kRisen = kReceived + 2, kMbarriers = kRisen + 2;
+// A block starts with 128 registers a thread, which are shared out anew.
+constexpr int kRegisters = 128, kValueRegisters = 176;
+constexpr int kScoreRegisters = Pool::is_fp8 ? 136 : 144, kCopyRegisters = Pool::is_fp8 ? 64 : 48;
+constexpr bool kAhead = !Pool::is_fp8;  // whether registers are left for a product that is under way meanwhile
+static_assert(kValueRegisters + 2 * kScoreRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
 
-// Named barriers: of one warpgroup each, and that of copies and scores behind which nobody needs the Beginning any more; 0 is
-// __syncthreads.
+// Named barriers: of each score warpgroup, and of both; 0 is __syncthreads.
 constexpr int kBarrierOfWarpgroup = 1;
-constexpr int kBarrierBegun = 5;
+constexpr int kBarrierOfScores = 3;
 
 // --------------------------------------------------------------------------------------------------------------------------- descriptors
 //
@@ -182,12 +249,14 @@ constexpr int kBarrierBegun = 5;
 // 32, the swizzle at bits 62 and 63 (1: 128 bytes). Which offset is which: CUTLASS, include/cute/atom/mma_traits_sm90_gmma.hpp, above
 // make_gmma_desc:
 //   K-major,  128-byte swizzle   stride: from 8 rows to the next 8; leading: not used. The next 16 columns are 32 bytes further.
+//   K-major,  no swizzle         stride: from 8 rows to the next 8; leading: from 8 k to the next 8.
 //   MN-major, 128-byte swizzle   stride: from 8 k to the next 8; leading: from 64 rows to the next 64, which there are none of.
 //   MN-major, no swizzle         stride: from 8 rows to the next 8; leading: from 8 k to the next 8.
+// Of a block of a cluster, bits 24 and up of an address are the block's number, for which a descriptor has no place.
 
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading, int stride, bool swizzled) {
   return (unsigned long long)swizzled << 62 | (unsigned long long)(stride >> 4) << 32 | (unsigned long long)(leading >> 4) << 16 |
-         (address >> 4);
+         (address & 0x3ffff) >> 4;
 }
 
 // The same matrix, `bytes` further.
@@ -199,10 +268,17 @@ __device__ __forceinline__ unsigned uniform(unsigned x) { return __shfl_sync(~0u
 // Byte offset of 16-byte unit `unit` of a key or query in its chunk: the 128-byte swizzle.
 __device__ __forceinline__ int chunk_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
 
+__device__ __forceinline__ unsigned bits_of(float x) { return (unsigned)__float_as_int(x); }
+
+// Which of the worker's blocks this is, and which worker it is of.
+__device__ __forceinline__ int block_rank() { return blockIdx.x % kCluster; }
+__device__ __forceinline__ int this_worker() { return blockIdx.x / kCluster; }
+
 // Which rows a piece is of, and where the outputs go.
 struct Target {
-  int request, q_start, row_base, rows;
-  int partial_slot;  // or -1: of a whole item
+  int q_start, row_base, rows;
+  int partial_slot;   // or -1: of a whole item
+  int number, q_len;  // of the request
 };
 
 // What the copy warpgroup begins with. In registers it would have to be where that warpgroup has some, which are few.
@@ -214,33 +290,66 @@ struct Beginning {
 
 // ------------------------------------------------------------------------------------------------------------------- geometry of a block
 
+// Rows. Each block finishes half of them. Those of a thread of a score warpgroup are values n of its arrays: for n < kRun adjacent ones, so
+// that they are 16 bytes of P (8, of 32 rows). Number `local` among a block's rows is quad * kRun + n or, of a ninth row tile, which the
+// blocks share, 4 * kRun + quad.
 template <int ROW_TILES>
 struct Geometry {
   static constexpr int kRows = ROW_TILES * 8;
-  static constexpr int kQueryChunkBytes = kRows * 128;
-  // Queries | stage 0: chunks 0 to 7, rope | spare | stage 1: rope, chunks 0 to 7 | the rest. P of stage 0 lies from its rope chunk on,
-  // that of stage 1 from the spare bytes on: 72 rows need both, so there is one P at a time.
-  static constexpr int kOffsetStage0 = kChunks * kQueryChunkBytes;
-  static constexpr int kOffsetSpare = kOffsetStage0 + kChunks * kChunkBytes;
-  static constexpr int kOffsetStage1 = kOffsetSpare + kSpareBytes + kChunkBytes;
-  static constexpr int kOffsetMbarriers = kOffsetStage1 + kRopeChunk * kChunkBytes;
-  static constexpr int kOffsetSchedule = kOffsetMbarriers + kMbarriers * 8;
-  static constexpr int kOffsetFactor = kOffsetSchedule + sizeof(Schedule);  // [2][rows]: what the outputs are to be multiplied by
-  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;      // [rows]: running maxima
-  static constexpr int kOffsetTarget = kOffsetHighest + kRows * 4;
-  static constexpr int kOffsetNote = kOffsetTarget + sizeof(Target);  // see Note
-  static constexpr int kOffsetBeginning = kOffsetSpare;               // before kBarrierBegun
-  static constexpr int kSharedBytes = kOffsetNote + 4;
-  static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of one block
-  static_assert(kRows * kTileKeys * 2 <= kChunkBytes + kSpareBytes, "P fits");
-  static_assert(kSharedBytes <= 232448, "what sm_90 allows a block");
-  static_assert(kOffsetMbarriers % 8 == 0 && kOffsetFactor % 8 == 0 && kOffsetHighest % 8 == 0, "read by pairs");
+  static constexpr int kOwnRows = kRows / kCluster;  // that a block finishes
+  static constexpr int kRun = ROW_TILES < 8 ? ROW_TILES : 8;
+  static_assert(ROW_TILES == 4 || ROW_TILES == 8 || ROW_TILES == 9, "the rows of a thread");
 
-  __device__ __forceinline__ static int stage(int number) { return number ? kOffsetStage1 : kOffsetStage0; }
-  __device__ __forceinline__ static int rope(int number) {
-    return number ? kOffsetStage1 - kChunkBytes : kOffsetStage0 + kRopeChunk * kChunkBytes;
+  __device__ __forceinline__ static int local_row(int quad, int n) { return n < kRun ? quad * kRun + n : 4 * kRun + quad; }
+  // Of the item's row block.
+  __device__ __forceinline__ static int row(int block, int local) {
+    return local < 4 * kRun ? block * 4 * kRun + local : 8 * kRun + block * 4 + (local - 4 * kRun);
   }
-  __device__ __forceinline__ static int prob(int number) { return number ? kOffsetSpare : kOffsetStage0 + kRopeChunk * kChunkBytes; }
+  // Which query is column 8 * n + 2 * quad + e of the score product: even ones are of the rows that the block finishes itself.
+  __device__ __forceinline__ static int query_of_column(int block, int column) {
+    return row(block ^ (column & 1), local_row(column >> 1 & 3, column >> 3));
+  }
+
+  // Queries: latent | stages: latent | stages: rope, two in a chunk | queries: rope | P | partial scores | the rest.
+  static constexpr int kQueryChunkBytes = kRows * 128;
+  static constexpr int kProbTile = 1024 + 32;  // of eight rows; the 32 bytes let all lanes of a quarter warp write to different banks
+  static constexpr int kProbBytes = ROW_TILES * kProbTile;
+  static constexpr int kPartialBytes = kWarpgroup * ROW_TILES * 2 * 4;  // [vectors of two or four][threads]
+  static constexpr int kOffsetStages = kChunks * kQueryChunkBytes;
+  static constexpr int kOffsetRope = kOffsetStages + kStages * kChunks * kChunkBytes;
+  static constexpr int kOffsetQueryRope = kOffsetRope + kStages / 2 * kChunkBytes;  // [16-byte unit][row]
+  static constexpr int kOffsetProb = kOffsetQueryRope + kRows * kBlockRope * 2;
+  static constexpr int kOffsetPartial = kOffsetProb + 2 * kProbBytes;
+  static constexpr int kOffsetMbarriers = kOffsetPartial + 2 * kPartialBytes;
+  static constexpr int kOffsetFactor = kOffsetMbarriers + kMbarriers * 8;    // [2][rows]: what the outputs are to be multiplied by
+  static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;       // [2 warpgroups][own rows]: running maxima
+  static constexpr int kOffsetExchange = kOffsetHighest + 2 * kOwnRows * 4;  // [2 warpgroups][2][4 warps][own rows]
+  static constexpr int kOffsetNote = kOffsetExchange + 16 * kOwnRows * 4;    // [2][block]: see Note
+  static constexpr int kOffsetTarget = kOffsetNote + 4 * 4;                  // of the last two hand-overs and of the present piece
+  static constexpr int kOffsetSchedule = kOffsetTarget + 3 * sizeof(Target);
+  static constexpr int kOffsetBeginning = kOffsetSchedule + sizeof(Schedule);
+  static constexpr int kSharedBytes = kOffsetBeginning + sizeof(Beginning);
+  static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of a worker
+  static_assert(kSharedBytes <= 232448, "what sm_90 allows a block");
+  static_assert(kOffsetMbarriers % 16 == 0 && kOffsetFactor % 16 == 0 && kOffsetHighest % 16 == 0 && kOffsetExchange % 16 == 0 &&
+                    kOffsetNote % 8 == 0,
+                "read by vectors");
+
+  // What the other block sends of each hand-over, and of one with P.
+  static constexpr int kFactorBytes = kOwnRows * 4 + 4;
+  static constexpr int kHandedBytes = kFactorBytes + kOwnRows * kTileKeys * 2;
+
+  __device__ __forceinline__ static int stage(int number) { return kOffsetStages + number * (kChunks * kChunkBytes); }
+  __device__ __forceinline__ static int rope(int number) { return kOffsetRope + (number >> 1) * kChunkBytes; }
+  __device__ __forceinline__ static int prob(int number) { return kOffsetProb + number * kProbBytes; }
+  __device__ __forceinline__ static int partial(int number) { return kOffsetPartial + number * kPartialBytes; }
+  __device__ __forceinline__ static int highest(int number) { return kOffsetHighest + number * kOwnRows * 4; }
+  __device__ __forceinline__ static int exchange(int warpgroup, int number) {
+    return kOffsetExchange + (warpgroup * 2 + number) * 4 * kOwnRows * 4;
+  }
+  __device__ __forceinline__ static int note(int number, int block) { return kOffsetNote + number * 8 + block * 4; }
+  __device__ __forceinline__ static int factor(int number) { return kOffsetFactor + number * kRows * 4; }
+  __device__ __forceinline__ static int mbarrier(int number) { return kOffsetMbarriers + number * 8; }
 };
 
 // A number that is worked out here and not kept all the time: registers are scarce.
@@ -264,48 +373,24 @@ struct Warpgroup {
 
   const VerifyParams& p;
   unsigned char* const shared;
-  const int thread, warp, lane;  // within the warpgroup
-  const int group, quad;         // of the accumulators: lane = group * 4 + quad
-  const int barrier;             // this warpgroup's named barrier
+  int thread, warp, lane;  // within the warpgroup
+  int group, quad;         // of the accumulators: lane = group * 4 + quad
 
-  Request request;
-  int progress;  // see tiles and hand_overs; one register instead of two
+  __device__ __forceinline__ Warpgroup(const VerifyParams& params, unsigned char* memory)
+      : p(params), shared(memory), thread(threadIdx.x % kWarpgroup) {
+    renew();
+  }
 
-  __device__ __forceinline__ Warpgroup(const VerifyParams& params, unsigned char* memory, int number)
-      : p(params),
-        shared(memory),
-        thread(threadIdx.x % kWarpgroup),
-        warp(thread >> 5),
-        lane(thread & 31),
-        group(lane >> 2),
-        quad(lane & 3),
-        barrier(kBarrierOfWarpgroup + number),
-        progress(0) {}
-
-  // Tiles passed so far, over all pieces, modulo 4; and hand-overs from scores to values so far: one a tile and one a piece.
-  __device__ __forceinline__ int tiles() const { return progress & 3; }
-  __device__ __forceinline__ int hand_overs() const { return progress >> 2; }
-  __device__ __forceinline__ void pass_tile() { progress = progress & ~3 | progress + 1 & 3; }
-  __device__ __forceinline__ void pass_hand_over() { progress += 4; }
+  // The thread's numbers anew, so that what follows from them is worked out where it is needed and not kept all the time.
+  __device__ __forceinline__ void renew() {
+    thread = fresh(thread);
+    warp = thread >> 5, lane = thread & 31, group = lane >> 2, quad = lane & 3;
+  }
 
   __device__ __forceinline__ const Schedule& schedule() const { return *(const Schedule*)(shared + G::kOffsetSchedule); }
-  __device__ __forceinline__ unsigned mbarrier(int number) const { return shared_address(shared + G::kOffsetMbarriers) + number * 8; }
-  __device__ __forceinline__ unsigned full(int stage, int part) const { return mbarrier(stage * kParts + part); }
-  __device__ __forceinline__ unsigned free(int stage, int part) const { return mbarrier(2 * kParts + stage * kParts + part); }
-  __device__ __forceinline__ unsigned handed() const { return mbarrier(4 * kParts); }
-  __device__ __forceinline__ unsigned taken() const { return mbarrier(4 * kParts + 1); }
-  // Of this hand-over, or of the one before.
-  __device__ __forceinline__ float* s_factor(int before = 0) const {
-    return (float*)(shared + G::kOffsetFactor) + (hand_overs() - before & 1) * G::kRows;
-  }
-  __device__ __forceinline__ float* s_highest() const { return (float*)(shared + G::kOffsetHighest); }
-  __device__ __forceinline__ Target& s_target() const { return *(Target*)(shared + G::kOffsetTarget); }
-  __device__ __forceinline__ int& s_note() const { return *(int*)(shared + G::kOffsetNote); }
-
-  // Waits until both value warpgroups have taken what was handed over last.
-  __device__ __forceinline__ void wait_until_taken() const {
-    mbarrier_wait(taken(), hand_overs() - 1 & 1);  // of an mbarrier that is still in its first phase, the one before counts as complete
-  }
+  __device__ __forceinline__ unsigned mbarrier(int number) const { return shared_address(shared + G::mbarrier(number)); }
+  // In the worker's other block: where its shared memory begins.
+  __device__ __forceinline__ unsigned other_block() const { return map_address(shared_address(shared), block_rank() ^ 1); }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------------- the scores
@@ -337,70 +422,92 @@ __device__ __forceinline__ void combine_groups(float (&value)[COUNT], int lane, 
   }
 }
 
-// One warpgroup: S^T = K Q^T, and P. A thread has the rows n * 8 + quad * 2 + e, value n * 2 + e of arrays by row, and the keys
+// Where something is stored: in this block, or in the other one, whose mbarrier counts it.
+struct Here {
+  unsigned char* shared;
+  template <class Value>
+  __device__ __forceinline__ void store(int offset, Value x) const {
+    *(Value*)(shared + offset) = x;
+  }
+};
+struct There {
+  unsigned shared, mbarrier;
+  template <class Value>
+  __device__ __forceinline__ void store(int offset, Value x) const {
+    store_async(shared + offset, x, mbarrier);
+  }
+};
+
+// Two warpgroups that take turns at the tiles of a piece: S^T = K Q^T, and P. A thread has ROW_TILES rows, see Geometry, and the keys
 // warp * 16 + group and that + 8.
 template <class Element, int ROW_TILES>
 struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
-  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::barrier, Base::request, Base::tiles,
-      Base::hand_overs, Base::pass_tile, Base::pass_hand_over;
+  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::mbarrier;
   using typename Base::G;
+  using Scores = float[ROW_TILES][2];  // of this thread's rows and keys
 
-  static constexpr int kThreadRows = ROW_TILES * 2;
+  const unsigned other;        // block: where its shared memory begins
+  const int turn;              // which of the two: it has the tiles turn, turn + 2, ... of a piece
+  int prefix;                  // of the request
+  int tiles_before;            // of both warpgroups, in earlier pieces
+  int hand_overs;              // to the values: of both warpgroups, one a tile and one a piece; the next one of this warpgroup
+  int attended;                // by this warpgroup, over all pieces: tiles whose scores have come from the other block
+  int waited;                  // for maxima of the other warpgroup
+  float r_highest[ROW_TILES];  // the running maxima, log2, after this warpgroup's last tile
+  float r_sum[ROW_TILES];      // this thread's share of the sums, relative to those
 
-  int row_base, rows;             // first row of the row block within the request; valid rows of the block
-  float r_sum[kThreadRows];       // this thread's share of the sums, without
-  unsigned r_prob[ROW_TILES][2];  // P of the last tile: it is added while the next scores are worked out, so that nobody waits for that
+  __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory, int which)
+      : Base(params, memory), other(Base::other_block()), turn(which), tiles_before(0), hand_overs(0), attended(0), waited(0) {}
 
-  __device__ __forceinline__ ScoreWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 0) {}
+  // What there is to know of the piece, and is not always needed.
+  __device__ __forceinline__ Target& s_target() const { return ((Target*)(shared + G::kOffsetTarget))[2]; }
 
-  // Starts the copy of the queries of the row block, a part of the columns after the other. Rows that do not exist are zero.
-  __device__ __forceinline__ void copy_queries() const {
-    constexpr int kThreadQueries = (G::kRows + kWarpgroup / 8 - 1) / (kWarpgroup / 8);
-    const int unit = thread & 7;
-    const unsigned char* source[kThreadQueries];
+  __device__ __forceinline__ void synchronise() const { barrier_sync(kBarrierOfWarpgroup + turn, kWarpgroup); }
+  __device__ __forceinline__ void synchronise_both() const { barrier_sync(kBarrierOfScores, 2 * kWarpgroup); }
+
+  // Both warpgroups copy this block's columns of the queries of the row block. Rows that do not exist are zero.
+  __device__ __forceinline__ void start_copying_queries(int q_start, int row_base, int rows) const {
+    constexpr int kRound = 2 * kWarpgroup / 8, kThreadQueries = (G::kRows + kRound - 1) / kRound;
+    const int number = fresh(thread), unit = number & 7, rank = block_rank(), first = turn * (kWarpgroup / 8) + (number >> 3);
+    const unsigned target = shared_address(shared) + chunk_offset(first, unit);
 #pragma unroll
     for (int i = 0; i < kThreadQueries; i++) {
-      const int row = i * (kWarpgroup / 8) + (thread >> 3), existing = row_base + (row < rows ? row : 0),
-                token = quotient(existing, p.heads);
-      source[i] =
-          p.q + (long long)(request.q_start + token) * p.q_token_stride + (existing - token * p.heads) * p.q_head_stride + unit * 16;
-    }
-    const unsigned target = shared_address(shared) + chunk_offset(thread >> 3, unit);
+      const int column = i * kRound + first;
+      if (column >= G::kRows) continue;
+      const int row = G::query_of_column(rank, column), existing = row_base + (row < rows ? row : 0), token = quotient(existing, p.heads);
+      const int bytes = row < rows ? 16 : 0;
+      const unsigned char* const source =
+          p.q + (long long)(q_start + token) * p.q_token_stride + (existing - token * p.heads) * p.q_head_stride;
+      const unsigned char* const latent = source + rank * (kBlockLatent * 2) + unit * 16;
 #pragma unroll
-    for (int nth = 0; nth < kChunks; nth++) {
-      const int chunk = nth_chunk(nth);
-#pragma unroll
-      for (int i = 0; i < kThreadQueries; i++) {
-        const int row = i * (kWarpgroup / 8) + (thread >> 3);
-        if (row < G::kRows)
-          cp_async_16(target + chunk * G::kQueryChunkBytes + i * (kWarpgroup / 8) * 128, source[i] + chunk * 128, row < rows ? 16 : 0);
-      }
-      if (nth % kPartChunks == kPartChunks - 1) cp_async_commit();
+      for (int chunk = 0; chunk < kChunks; chunk++)
+        cp_async_16(target + chunk * G::kQueryChunkBytes + i * kRound * 128, latent + chunk * 128, bytes);
+      if ((unit >> 2) == (i & 1))
+        cp_async_16(shared_address(shared + G::kOffsetQueryRope) + (unit & 3) * (G::kRows * 16) + column * 16,
+                    source + kLatent * 2 + rank * (kBlockRope * 2) + (unit & 3) * 16, bytes);
     }
+    cp_async_commit();
   }
 
-  // Waits for a part of the queries.
-  template <int PART>
   __device__ __forceinline__ void wait_for_queries() const {
-    cp_async_wait<kParts - 1 - PART>();
+    cp_async_wait<0>();
     fence_proxy_async();
-    barrier_sync(barrier, kWarpgroup);
+    synchronise_both();
   }
 
   // Bit i: this thread's row i sees its first key of a tile, or its second. Only tiles that reach beyond the prefix need a look at the
   // mask. Each lane of a warp reads what one of its 16 keys and every other draft token are; lane j keeps the answers of two tokens, one
   // bit a key.
   __device__ __forceinline__ void load_visible(int tile, unsigned (&visible)[2]) const {
-    constexpr int kAtOnce = Pool::is_fp8 ? 3 : 5;  // pairs of tokens; an fp8 pool leaves fewer registers for it
+    constexpr int kAtOnce = 5;  // pairs of tokens
     const int heads = fresh(p.heads);
-    const Target& t = Base::s_target();
-    const int row_base = t.row_base, rows = t.rows;
-    const int columns = request.columns(), column = tile * kTileKeys + warp * 16 + (lane & 15), draft = column - request.prefix;
+    const Target& t = s_target();
+    const int row_base = t.row_base, rows = t.rows, q_len = t.q_len;
+    const int columns = prefix + q_len, column = tile * kTileKeys + warp * 16 + (lane & 15), draft = column - prefix;
     const int first_token = quotient(row_base, heads), last_token = quotient(row_base + rows - 1, heads);
     const unsigned char* mask = p.custom_mask;
-    if (mask != nullptr)
-      mask += load_index(p.mask_indptr, t.request, p.wide_indices & kWideMask) + max(min(column, columns - 1), request.prefix);
+    if (mask != nullptr) mask += load_index(p.mask_indptr, t.number, p.wide_indices & kWideMask) + max(min(column, columns - 1), prefix);
     unsigned words[2] = {0, 0};
     for (int pair = 0; first_token + 2 * pair <= last_token; pair += kAtOnce) {
       unsigned char byte[kAtOnce];
@@ -413,7 +520,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++) {
         const int token = first_token + (pair + i) * 2 + (lane >> 4);
-        const bool sees = draft < 0 || (draft < request.q_len && (mask != nullptr ? byte[i] != 0 : draft <= token));
+        const bool sees = draft < 0 || (draft < q_len && (mask != nullptr ? byte[i] != 0 : draft <= token));
         const unsigned word = __ballot_sync(~0u, sees);
         if ((pair + i) % 32 == lane) {
           if (pair + i < 32)
@@ -425,10 +532,10 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
     visible[0] = visible[1] = 0;
 #pragma unroll 2
-    for (int i = 0; i < kThreadRows; i++) {
-      const int row = i / 2 * 8 + quad * 2 + i % 2, token = quotient(row_base + row, heads) - first_token;
+    for (int i = 0; i < ROW_TILES; i++) {
+      const int row = G::row(block_rank(), G::local_row(quad, i)), token = quotient(row_base + row, heads) - first_token;
       unsigned word = __shfl_sync(~0u, words[0], token >> 1 & 31);
-      if (kThreadRows * 4 > 64) {
+      if (G::kRows > 64) {
         const unsigned far = __shfl_sync(~0u, words[1], token >> 1 & 31);
         if (token >= 64) word = far;
       }
@@ -439,208 +546,394 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
   }
 
-  template <int PART>
-  __device__ __forceinline__ void score_part(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
-    if (first) wait_for_queries<PART>();
-    mbarrier_wait(Base::full(stage, PART), tiles() >> 1 & 1);
-    fence_proxy_async();
-    const unsigned long long queries = descriptor(uniform(shared_address(shared)), 0, 1024, true);
-    const unsigned long long keys = descriptor(uniform(shared_address(shared + G::stage(stage))), 0, 1024, true);
-    const unsigned long long rope = descriptor(uniform(shared_address(shared + G::rope(stage))), 0, 1024, true);
-    hold_accumulators(r_score);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < kPartChunks; c++) {
-      const int chunk = nth_chunk(PART * kPartChunks + c);
-#pragma unroll
-      for (int step = 0; step < 4; step++)
-        wgmma_m64k16<Element, ROW_TILES, false>(r_score,
-                                                further(chunk == kRopeChunk ? rope : further(keys, chunk * kChunkBytes), step * 32),
-                                                further(queries, chunk * G::kQueryChunkBytes + step * 32));
-    }
-    wgmma_commit();
-  }
-
-  // The first tile of a piece also waits for the queries. The scores are there after wgmma_wait.
-  __device__ __forceinline__ void start_score_product(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
+  // Starts the score product of the n-th tile of the piece. The partial scores are there after wgmma_wait.
+  __device__ __forceinline__ void start_score_product(int nth, float (&r_score)[ROW_TILES][4]) const {
+    const int tiles = tiles_before + nth, stage = tiles % kStages;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) r_score[n][0] = r_score[n][1] = r_score[n][2] = r_score[n][3] = 0.f;
-    score_part<0>(stage, first, r_score);
-    score_part<1>(stage, first, r_score);
-    score_part<2>(stage, first, r_score);
+    const unsigned memory = uniform(shared_address(shared));
+    const unsigned long long queries = descriptor(memory, 0, 1024, true);
+    const unsigned long long query_rope = descriptor(memory + G::kOffsetQueryRope, G::kRows * 16, 128, false);
+    const unsigned long long keys = descriptor(uniform(shared_address(shared + G::stage(stage))), 0, 1024, true);
+    const unsigned long long rope = descriptor(uniform(shared_address(shared + G::rope(stage)) + (stage & 1) * 64), 0, 1024, true);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      mbarrier_wait(mbarrier(kFull + stage * kParts + part), tiles / kStages & 1);
+      fence_proxy_async();
+      hold_accumulators(r_score);
+      wgmma_fence();
+      if (part == 0) {
+#pragma unroll
+        for (int step = 0; step < kBlockRope / 16; step++)
+          wgmma_m64k16<Element, ROW_TILES, false>(r_score, further(rope, step * 32), further(query_rope, step * 2 * (G::kRows * 16)));
+      }
+#pragma unroll
+      for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; chunk++)
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+          wgmma_m64k16<Element, ROW_TILES, false>(r_score, further(keys, chunk * kChunkBytes + step * 32),
+                                                  further(queries, chunk * G::kQueryChunkBytes + step * 32));
+      wgmma_commit();
+    }
   }
 
-  // Some score of the tile is above its row's maximum. Maxima, factors and sums become what they have to be. The exchange between warps is
-  // in the rope chunk, which nobody reads any more. Returns the bits of the note, in the first warp.
-  __device__ __forceinline__ int raise_maxima(int stage, float (&r_tile)[kThreadRows], float (&r_highest)[kThreadRows]) {
-    const int offset = fresh(warp * G::kRows);
-    float* const s_exchange = (float*)(shared + G::rope(stage));  // [4 warps][rows]
-    float* const s_highest = Base::s_highest();
-    float* const s_factor = Base::s_factor();
-    combine_groups(
-        r_tile, lane, kNothingSeen, [](float a, float b) { return fmaxf(a, b); },
-        [&](int i, float highest) { s_exchange[offset + i / 2 * 8 + quad * 2 + i % 2] = highest; });
-    barrier_sync(barrier, kWarpgroup);
-    if (thread < G::kRows) {
-      const float before = s_highest[thread];
-      float highest = before;
+  // Whether the n-th tile of the piece has landed.
+  __device__ __forceinline__ bool has_landed(int nth) const {
+    const int tiles = tiles_before + nth;
+    bool landed = true;
 #pragma unroll
-      for (int w = 0; w < 4; w++) highest = fmaxf(highest, s_exchange[w * G::kRows + thread]);
-      s_factor[thread] = exp2_approx(before - highest);
-      s_highest[thread] = highest;
-    }
-    barrier_sync(barrier, kWarpgroup);
-    unsigned risen = 0;
-#pragma unroll
-    for (int n = 0; n < ROW_TILES; n++) {
-      const float2 highest = *(const float2*)&s_highest[n * 8 + quad * 2], factor = *(const float2*)&s_factor[n * 8 + quad * 2];
-      if (highest.x > r_highest[n * 2] || highest.y > r_highest[n * 2 + 1]) risen |= 1u << n;
-      r_highest[n * 2] = highest.x, r_highest[n * 2 + 1] = highest.y;
-      r_sum[n * 2] *= factor.x, r_sum[n * 2 + 1] *= factor.y;
-    }
-    return warp == 0 ? (int)__reduce_or_sync(~0u, risen) : 0;
+    for (int part = 0; part < kParts; part++)
+      landed = landed && mbarrier_test(mbarrier(kFull + tiles % kStages * kParts + part), tiles / kStages & 1);
+    return landed;
   }
 
-  // What this thread wrote is there for the value warpgroups.
-  __device__ __forceinline__ void hand_over(int note) {
-    if (thread == 0) Base::s_note() = note;
-    fence_proxy_async();
+  // When the score product that was started last is there, sends the other block the scores of its rows.
+  __device__ __forceinline__ void send_scores(float (&r_score)[ROW_TILES][4], Scores& r_own) {
+    if (thread == 0) mbarrier_arrive_expecting(mbarrier(kPartial + turn), G::kPartialBytes);  // as many come from there
+    mbarrier_wait(mbarrier(kReceived + turn), attended - 1 & 1);                              // at first there is nothing to wait for
+    wgmma_wait<0>();
+    hold_accumulators(r_score);
+    const unsigned target = other + G::partial(turn), counter = other + G::mbarrier(kPartial + turn);
+#pragma unroll
+    for (int n = 0; n + 1 < ROW_TILES; n += 2)
+      store_async(target + n / 2 * (kWarpgroup * 16) + thread * 16,
+                  make_uint4(bits_of(r_score[n][1]), bits_of(r_score[n][3]), bits_of(r_score[n + 1][1]), bits_of(r_score[n + 1][3])),
+                  counter);
+    if constexpr (ROW_TILES % 2)
+      store_async(target + ROW_TILES / 2 * (kWarpgroup * 16) + thread * 8,
+                  make_uint2(bits_of(r_score[ROW_TILES - 1][1]), bits_of(r_score[ROW_TILES - 1][3])), counter);
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) r_own[n][0] = copied(r_score[n][0]), r_own[n][1] = copied(r_score[n][2]);
+  }
+
+  // Adds the other block's partial scores to this one's.
+  __device__ __forceinline__ void receive_scores(Scores& r_own) {
+    mbarrier_wait(mbarrier(kPartial + turn), attended & 1);
+    const unsigned char* const source = shared + G::partial(turn);
+#pragma unroll
+    for (int n = 0; n + 1 < ROW_TILES; n += 2) {
+      const float4 part = *(const float4*)(source + n / 2 * (kWarpgroup * 16) + thread * 16);
+      r_own[n][0] += part.x, r_own[n][1] += part.y, r_own[n + 1][0] += part.z, r_own[n + 1][1] += part.w;
+    }
+    if constexpr (ROW_TILES % 2) {
+      const float2 part = *(const float2*)(source + ROW_TILES / 2 * (kWarpgroup * 16) + thread * 8);
+      r_own[ROW_TILES - 1][0] += part.x, r_own[ROW_TILES - 1][1] += part.y;
+    }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(Base::handed());
-    pass_hand_over();
+    if (lane == 0) mbarrier_arrive_remote(other + G::mbarrier(kReceived + turn));
+    attended++;
+  }
+
+  // This thread's of an array of the block's own rows.
+  __device__ __forceinline__ void load_own(const float* s_of_rows, float (&value)[ROW_TILES]) const {
+#pragma unroll
+    for (int n = 0; n < G::kRun; n += 4) {
+      const float4 four = *(const float4*)&s_of_rows[quad * G::kRun + n];
+      value[n] = four.x, value[n + 1] = four.y, value[n + 2] = four.z, value[n + 3] = four.w;
+    }
+    if constexpr (ROW_TILES > G::kRun) value[G::kRun] = s_of_rows[4 * G::kRun + quad];
+  }
+
+  // Combines each row's value over the eight lanes of a quad and leaves it for the other warps, in [4 warps][own rows]. One half of the
+  // place after the other: some warp may still read the last.
+  template <class Combine>
+  __device__ __forceinline__ float* exchange(int half, float (&value)[ROW_TILES], float neutral, Combine combine) const {
+    float* const s_exchange = (float*)(shared + G::exchange(turn, half));
+    float* const s_warp = s_exchange + fresh(warp * G::kOwnRows);
+    combine_groups(value, lane, neutral, combine, [&](int i, float result) { s_warp[G::local_row(quad, i)] = result; });
+    return s_exchange;
+  }
+
+  // The running maxima after the other warpgroup's last tile.
+  __device__ __forceinline__ void load_maxima_of_other(float (&r_maxima)[ROW_TILES]) {
+    mbarrier_wait(mbarrier(kRisen + (turn ^ 1)), waited & 1);
+    waited++;
+    load_own((const float*)(shared + G::highest(turn ^ 1)), r_maxima);
+  }
+
+  // The maxima of the n-th tile become the running ones, which have come through all tiles before it: r_before is what those were.
+  __device__ __forceinline__ void raise_maxima(int nth, const float* s_exchange, float (&r_tile)[ROW_TILES], float (&r_before)[ROW_TILES]) {
+    load_own(s_exchange, r_tile);
+#pragma unroll
+    for (int w = 1; w < 4; w++) {
+      float r_warp[ROW_TILES];
+      load_own(s_exchange + w * G::kOwnRows, r_warp);
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++) r_tile[n] = fmaxf(r_tile[n], r_warp[n]);
+    }
+    if (nth == 0) {
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++) r_before[n] = kNothingSeen;
+    } else {
+      load_maxima_of_other(r_before);
+    }
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) r_tile[n] = fmaxf(r_tile[n], r_before[n]);
+    if (warp == 0 && group == 0) {
+      float* const s_highest = (float*)(shared + G::highest(turn));
+#pragma unroll
+      for (int n = 0; n < G::kRun; n += 4)
+        *(float4*)&s_highest[quad * G::kRun + n] = make_float4(r_tile[n], r_tile[n + 1], r_tile[n + 2], r_tile[n + 3]);
+      if constexpr (ROW_TILES > G::kRun) s_highest[4 * G::kRun + quad] = r_tile[G::kRun];
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(mbarrier(kRisen + turn));
+  }
+
+  // What has been handed over the last but one time is taken, by both blocks.
+  __device__ __forceinline__ void wait_until_taken() const {
+    mbarrier_wait(mbarrier(kTaken + (hand_overs & 1)), (hand_overs >> 1) - 1 & 1);
+  }
+
+  // What is handed over goes first into this block, which must not wait for what is on its way to the other one.
+  __device__ __forceinline__ Here here() const { return Here{shared}; }
+  __device__ __forceinline__ There there() const { return There{other, other + G::mbarrier(kHanded + (hand_overs & 1))}; }
+
+  // One warp: what the outputs are to be multiplied by, and what of it is not 1: the note.
+  __device__ __forceinline__ void store_factors(const float (&r_before)[ROW_TILES], const float (&r_after)[ROW_TILES]) const {
+    const int offset = G::factor(hand_overs & 1), rank = block_rank();
+    unsigned risen = 0, last_risen = 0;
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) (n < G::kRun ? risen : last_risen) |= r_after[n] > r_before[n];
+    const int row_tile = G::row(rank, G::local_row(quad, 0)) / 8;
+    const unsigned note = __reduce_or_sync(~0u, risen << row_tile | last_risen << 8);
+    if (lane == 0) *(unsigned*)(shared + G::note(hand_overs & 1, rank)) = note;
+    if (group != 0) return;
+    auto factor = [&](int n) { return exp2_approx(r_before[n] - r_after[n]); };
+#pragma unroll
+    for (int n = 0; n < G::kRun; n += 4)
+      *(float4*)(shared + offset + G::row(rank, quad * G::kRun + n) * 4) =
+          make_float4(factor(n), factor(n + 1), factor(n + 2), factor(n + 3));
+    if constexpr (ROW_TILES > G::kRun) *(float*)(shared + offset + G::row(rank, 4 * G::kRun + quad) * 4) = factor(G::kRun);
+  }
+
+  // The same threads: into the other block.
+  __device__ __forceinline__ void send_factors() const {
+    const int offset = G::factor(hand_overs & 1), rank = block_rank(), note = G::note(hand_overs & 1, rank);
+    if (lane == 0) there().store(note, *(const unsigned*)(shared + note));
+    if (group != 0) return;
+#pragma unroll
+    for (int n = 0; n < G::kRun; n += 4) {
+      const int place = offset + G::row(rank, quad * G::kRun + n) * 4;
+      there().store(place, *(const uint4*)(shared + place));
+    }
+    if constexpr (ROW_TILES > G::kRun) {
+      const int place = offset + G::row(rank, 4 * G::kRun + quad) * 4;
+      there().store(place, *(const unsigned*)(shared + place));
+    }
+  }
+
+  // What this thread has stored here is there for the value warpgroup; `bytes` come from the other block. No fence for the async proxy: the
+  // value warpgroup has one behind its wait, as what comes from the other block needs it.
+  __device__ __forceinline__ void hand_over(int bytes) const {
+    const unsigned handed = mbarrier(kHanded + (hand_overs & 1));
+    __syncwarp();
+    if (thread == 0)
+      mbarrier_arrive_expecting(handed, bytes);
+    else if (lane == 0)
+      mbarrier_arrive(handed);
+  }
+
+  // A hand-over without P: thread i has the factor of this block's row i.
+  __device__ __forceinline__ void hand_over_note(unsigned note, float factor) {
+    const int thread = fresh(Base::thread);
+    store_note(here(), thread, note, factor);
+    hand_over(G::kFactorBytes);
+    store_note(there(), thread, note, factor);
+  }
+  template <class Block>
+  __device__ __forceinline__ void store_note(Block block, int thread, unsigned note, float factor) const {
+    if (thread < G::kOwnRows) block.store(G::factor(hand_overs & 1) + G::row(block_rank(), thread) * 4, bits_of(factor));
+    if (thread == 0) block.store(G::note(hand_overs & 1, block_rank()), note);
   }
 
   // Whether this thread's first or second key of a tile is none of the prefix.
-  __device__ __forceinline__ bool is_draft(int tile, int k) const { return tile * kTileKeys + warp * 16 + group + k * 8 >= request.prefix; }
+  __device__ __forceinline__ bool is_draft(int tile, int k) const { return tile * kTileKeys + warp * 16 + group + k * 8 >= prefix; }
 
-  // P of a tile to the sums: of the rounded values, as the product is.
-  __device__ __forceinline__ void add_probabilities(int tile) {
+  // What of P this thread stores: eight rows of a key are 16 bytes. Of a ninth row tile a thread has one key, of its own row and the next
+  // or last.
+  template <class Block>
+  __device__ __forceinline__ void store_probabilities(Block block, const unsigned (&r_prob)[ROW_TILES], unsigned r_pair) const {
+    const int rank = block_rank(), place = G::prob(hand_overs & 1) + warp * 256 + group * 16;
+    const int row = G::row(rank, quad * G::kRun), offset = place + row / 8 * G::kProbTile + row % 8 * 2;
 #pragma unroll
-    for (int n = 0; n < ROW_TILES; n++)
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const float2 rounded = unpack2<Element>(r_prob[n][k]);
-        r_sum[n * 2] += counted(p, rounded.x, is_draft(tile, k)), r_sum[n * 2 + 1] += counted(p, rounded.y, is_draft(tile, k));
-      }
+    for (int k = 0; k < 2; k++) {
+      if constexpr (G::kRun == 8)
+        block.store(offset + k * 128, make_uint4(r_prob[k * 4], r_prob[k * 4 + 1], r_prob[k * 4 + 2], r_prob[k * 4 + 3]));
+      else
+        block.store(offset + k * 128, make_uint2(r_prob[k * 2], r_prob[k * 2 + 1]));
+    }
+    if constexpr (ROW_TILES > G::kRun) block.store(place + 8 * G::kProbTile + rank * 8 + (quad >> 1) * 4 + (quad & 1) * 128, r_pair);
+  }
+  __device__ __forceinline__ unsigned pair_of_rows(unsigned keys) const {
+    const unsigned theirs = __shfl_xor_sync(~0u, keys, 1);
+    return quad & 1 ? theirs >> 16 | (keys & 0xffff0000u) : (keys & 0xffffu) | theirs << 16;
   }
 
-  __device__ __forceinline__ void attend_tile(int tile, bool first) {
-    const int stage = tiles() & 1;
-    const bool masked = (tile + 1) * kTileKeys > request.prefix;
+  // The scores of the n-th tile, without what the other block has of them, to P. If there are MORE tiles, the next one's product is started
+  // and its scores are sent: before P is handed over if the tile is there, and never waited for before that.
+  template <bool MORE>
+  __device__ __forceinline__ void attend_tile(int tile, int nth, Scores& r_own, float (&r_score)[ROW_TILES][4]) {
+    Base::renew();
+    const bool masked = (tile + 1) * kTileKeys > prefix;
     unsigned visible[2] = {~0u, ~0u};
     if (masked) load_visible(tile, visible);
-    float r_score[ROW_TILES][4];
-    start_score_product(stage, first, r_score);
-    add_probabilities(tile - 1);
-    float r_highest[kThreadRows];  // running maxima, log2
-    const float* const s_highest = Base::s_highest() + fresh(quad * 2);
-#pragma unroll
-    for (int n = 0; n < ROW_TILES; n++) {
-      const float2 highest = *(const float2*)&s_highest[n * 8];
-      r_highest[n * 2] = highest.x, r_highest[n * 2 + 1] = highest.y;
-    }
-    wgmma_wait<0>();
-    hold_accumulators(r_score);
+    receive_scores(r_own);
     if (masked)
 #pragma unroll
-      for (int i = 0; i < kThreadRows; i++)
+      for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 2; k++)
-          if (!(visible[k] >> i & 1)) r_score[i / 2][k * 2 + i % 2] = __int_as_float(0xff800000);
-    float r_tile[kThreadRows];  // maxima of this thread's two keys
-    unsigned risen = 0;         // no bool with ||: each comparison would wait for the one before
-#pragma unroll
-    for (int i = 0; i < kThreadRows; i++) {
-      r_tile[i] = fmaxf(scaled(p, r_score[i / 2][i % 2], is_draft(tile, 0)), scaled(p, r_score[i / 2][2 + i % 2], is_draft(tile, 1)));
-      risen |= r_tile[i] > r_highest[i];
-    }
-    // With the vote, all warps are done with the rope chunk. exp2 takes the scores as they were before the multiplication: one instruction.
-    int note = 0;
-    if (barrier_sync_or(barrier, kWarpgroup, risen != 0)) note = raise_maxima(stage, r_tile, r_highest);
+          if (!(visible[k] >> n & 1)) r_own[n][k] = __int_as_float(0xff800000);
+    float r_tile[ROW_TILES], r_before[ROW_TILES];
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
+      r_tile[n] = fmaxf(scaled(p, r_own[n][0], is_draft(tile, 0)), scaled(p, r_own[n][1], is_draft(tile, 1)));
+    bool ahead = false;
+    float* const s_exchange = exchange(nth >> 1 & 1, r_tile, kNothingSeen, [](float a, float b) { return fmaxf(a, b); });
+    if constexpr (MORE && kAhead) {
+      ahead = !barrier_sync_or(kBarrierOfWarpgroup + turn, kWarpgroup, !has_landed(nth + 2));
+      if (ahead) start_score_product(nth + 2, r_score);
+    } else {
+      synchronise();
+    }
+    raise_maxima(nth, s_exchange, r_tile, r_before);
+    wait_until_taken();
+    if (warp == 1) store_factors(r_before, r_tile);
+    // exp2 takes the scores as they were before the multiplication: one instruction.
+    auto weight = [&](int n, int k) { return exp2_approx(scaled_above(p, r_own[n][k], is_draft(tile, k), r_tile[n])); };
+    unsigned r_prob[ROW_TILES];  // two rows of a key each, but of the ninth row tile two keys of a row
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        r_prob[n][k] = pack2<Element>(exp2_approx(scaled_above(p, r_score[n][k * 2], is_draft(tile, k), r_highest[n * 2])),
-                                      exp2_approx(scaled_above(p, r_score[n][k * 2 + 1], is_draft(tile, k), r_highest[n * 2 + 1])));
-      }
-    Base::wait_until_taken();
-    unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int i = 0; i < G::kRun / 2; i++) r_prob[k * (G::kRun / 2) + i] = pack2<Element>(weight(i * 2, k), weight(i * 2 + 1, k));
+    if constexpr (ROW_TILES > G::kRun) r_prob[G::kRun] = pack2<Element>(weight(G::kRun, 0), weight(G::kRun, 1));
+    unsigned r_pair = 0;
+    if constexpr (ROW_TILES > G::kRun) r_pair = pair_of_rows(r_prob[G::kRun]);
+    store_probabilities(here(), r_prob, r_pair);
+    hand_over(G::kHandedBytes);
+    store_probabilities(there(), r_prob, r_pair);
+    if (warp == 1) send_factors();
+    hand_overs += 2;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
-      *(unsigned*)(s_prob + n * 1024) = r_prob[n][0];
-      *(unsigned*)(s_prob + n * 1024 + 128) = r_prob[n][1];
+      r_sum[n] *= exp2_approx(r_highest[n] - r_tile[n]);
+      r_highest[n] = r_tile[n];
     }
-    hand_over(note);
-    pass_tile();
+    // To the sums: the rounded values, as the product has them.
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int i = 0; i < G::kRun / 2; i++) {
+        const float2 rounded = unpack2<Element>(r_prob[k * (G::kRun / 2) + i]);
+        r_sum[i * 2] += counted(p, rounded.x, is_draft(tile, k)), r_sum[i * 2 + 1] += counted(p, rounded.y, is_draft(tile, k));
+      }
+    if constexpr (ROW_TILES > G::kRun) {
+      const float2 rounded = unpack2<Element>(r_prob[G::kRun]);
+      r_sum[G::kRun] += counted(p, rounded.x, is_draft(tile, 0)) + counted(p, rounded.y, is_draft(tile, 1));
+    }
+    if constexpr (MORE) {
+      if (!ahead) start_score_product(nth + 2, r_score);
+      send_scores(r_score, r_own);
+    }
   }
 
-  // The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the statistics go to combine.
-  __device__ __forceinline__ void finish_piece(int last_tile) {
-    const int slot = Base::s_target().partial_slot;
-    add_probabilities(last_tile);
-    Base::wait_until_taken();
-    float* const s_spare = (float*)(shared + G::kOffsetSpare);
-    auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
-    combine_groups(
-        r_sum, lane, 0.f, [](float a, float b) { return a + b; },
-        [&](int i, float sum) { exchange(warp)[i / 2 * 8 + quad * 2 + i % 2] = sum; });
-    barrier_sync(barrier, kWarpgroup);
-    if (thread < G::kRows) {
-      const float sum = exchange(0)[thread] + exchange(1)[thread] + (exchange(2)[thread] + exchange(3)[thread]);
+  // The sums of both warpgroups come together. The last hand-over of a piece has no P, but what the outputs must be multiplied by; or the
+  // statistics go to combine.
+  __device__ __forceinline__ void finish_piece(int tiles) {
+    float r_last[ROW_TILES];
+    if ((tiles - 1 & 1) == turn) {
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; n++) r_last[n] = r_highest[n];
+    } else {
+      load_maxima_of_other(r_last);
+    }
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) r_sum[n] *= exp2_approx(r_highest[n] - r_last[n]);
+    const float* const s_sums = exchange((tiles + 1 - turn) / 2 & 1, r_sum, 0.f, [](float a, float b) { return a + b; });
+    const int slot = s_target().partial_slot;  // not later: it becomes the next piece's
+    synchronise_both();
+    if (turn != 0) return;
+    float factor = 1.f;
+    const int thread = fresh(Base::thread);
+    if (thread < G::kOwnRows) {
+      auto sum_of = [&](const float* s_part) {
+        return s_part[thread] + s_part[G::kOwnRows + thread] + (s_part[2 * G::kOwnRows + thread] + s_part[3 * G::kOwnRows + thread]);
+      };
+      const float sum = sum_of(s_sums) + sum_of((const float*)(shared + G::exchange(1, tiles / 2 & 1)));
       if (slot < 0) {
-        Base::s_factor()[thread] = output_factor(p, sum);
+        factor = output_factor(p, sum);
       } else {
-        p.partial_stats[(long long)slot * G::kRows + thread] = make_float2(Base::s_highest()[thread], sum);
+        const float highest = ((const float*)(shared + G::highest(tiles - 1 & 1)))[thread];
+        p.partial_stats[(long long)slot * G::kRows + G::row(block_rank(), thread)] = make_float2(highest, sum);
       }
     }
-    hand_over(slot < 0 ? kFinish : kFinishPartial);
+    wait_until_taken();
+    if (thread == 0) *((Target*)(shared + G::kOffsetTarget) + (hand_overs & 1)) = s_target();
+    hand_over_note(slot < 0 ? kFinish : kFinishPartial, factor);
   }
 
   __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces, Piece piece, bool more) {
-    barrier_sync(kBarrierBegun, 2 * kWarpgroup);
-    if (!more && thread == 0) announce_nothing(p, blockIdx.x);
+    auto announces = [&] { return fresh(thread) + turn + block_rank() == 0; };
+    if (!more && announces()) announce_nothing(p, this_worker());
+    bool first = true;
+    int pieces_before = 0;
     for (; more; more = pieces.next(piece, Base::schedule())) {
-      request = piece.item.request;
-      row_base = piece.item.row_block * p.rows_per_block;
-      rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
-      if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
+      const Request& request = piece.item.request;
+      const int row_base = piece.item.row_block * p.rows_per_block, rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
+      const int tiles = piece.last - piece.first;
+      prefix = request.prefix;
+      if (fresh(thread) + turn == 0)
+        s_target() = Target{request.q_start,   row_base,     rows, piece.whole() ? -1 : partial_slot(this_worker(), piece.first == 0),
+                            piece.item.number, request.q_len};
+      hand_overs = tiles_before + pieces_before + turn;
 #pragma unroll
-      for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f, r_prob[i / 2][i % 2] = 0;
-      copy_queries();
-      if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());  // while the queries are on their way
-      Base::wait_until_taken();
-      if (thread == 0)
-        Base::s_target() =
-            Target{piece.item.number, request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
-      barrier_sync(barrier, kWarpgroup);
-      for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, tile == piece.first);
-      finish_piece(piece.last - 1);
+      for (int n = 0; n < ROW_TILES; n++) r_sum[n] = 0.f, r_highest[n] = kNothingSeen;
+      start_copying_queries(request.q_start, row_base, rows);
+      if (announces()) announce(p, piece, this_worker(), Base::schedule());  // while the queries are on their way
+      if (first) cluster_wait();
+      first = false;
+      wait_for_queries();
+      float r_score[ROW_TILES][4];
+      Scores r_own;
+      if (turn < tiles) {
+        start_score_product(turn, r_score);
+        send_scores(r_score, r_own);
+      }
+      int nth = turn;
+      for (; nth + 2 < tiles; nth += 2) attend_tile<true>(piece.first + nth, nth, r_own, r_score);
+      if (nth < tiles) attend_tile<false>(piece.first + nth, nth, r_own, r_score);
+      hand_overs = tiles_before + pieces_before + tiles;
+      finish_piece(tiles);
+      tiles_before += tiles, pieces_before++;
     }
-    Base::wait_until_taken();
-    hand_over(kStop);
+    if (first) cluster_wait();
+    hand_overs = tiles_before + pieces_before;
+    if (turn != 0) return;
+    wait_until_taken();
+    hand_over_note(kStop, 1.f);
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------------- the values
 
-// Two warpgroups: O^T = V^T P^T, each 256 of the 512 columns.
+// One warpgroup: O^T = V^T P^T.
 template <class Element, int ROW_TILES>
 struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
-  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::tiles, Base::hand_overs,
-      Base::pass_tile, Base::pass_hand_over;
+  using Base::p, Base::shared, Base::thread, Base::warp, Base::lane, Base::group, Base::quad, Base::mbarrier;
   using typename Base::G;
 
-  const int half;  // which of the two
-  float r_out[kValueChunks][ROW_TILES][4];
+  const unsigned other;   // block: where its shared memory begins
+  int tiles, hand_overs;  // so far, over all pieces
+  float r_out[kChunks][ROW_TILES][4];
 
-  __device__ __forceinline__ ValueWarpgroup(const VerifyParams& params, unsigned char* memory, int which)
-      : Base(params, memory, 1 + which), half(which) {}
+  __device__ __forceinline__ ValueWarpgroup(const VerifyParams& params, unsigned char* memory)
+      : Base(params, memory), other(Base::other_block()), tiles(0), hand_overs(0) {}
 
   // Multiplies the outputs of the row tiles in `which` by the factors that were handed over.
   __device__ __forceinline__ void multiply_output(int which) {
-    const float* const s_factor = Base::s_factor() + quad * 2;
+    const float* const s_factor = (const float*)(shared + G::factor(hand_overs & 1)) + quad * 2;
     float2 factor[ROW_TILES];
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) factor[n] = *(const float2*)&s_factor[n * 8];
@@ -648,56 +941,61 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     for (int n = 0; n < ROW_TILES; n++) {
       if (!(which >> n & 1)) continue;
 #pragma unroll
-      for (int i = 0; i < kValueChunks; i++) {
+      for (int i = 0; i < kChunks; i++) {
         r_out[i][n][0] *= factor[n].x, r_out[i][n][1] *= factor[n].y;
         r_out[i][n][2] *= factor[n].x, r_out[i][n][3] *= factor[n].y;
       }
     }
   }
 
-  __device__ __forceinline__ void value_product(int stage) {
-    const unsigned long long values =
-        descriptor(shared_address(shared + G::stage(stage) + half * kValueChunks * kChunkBytes), 0, 1024, true);
-    const unsigned long long probs = descriptor(shared_address(shared + G::prob(stage)), 128, 1024, false);
+  __device__ __forceinline__ void value_product() {
+    const unsigned long long values = descriptor(shared_address(shared + G::stage(tiles % kStages)), 0, 1024, true);
+    const unsigned long long probs = descriptor(shared_address(shared + G::prob(hand_overs & 1)), 128, G::kProbTile, false);
 #pragma unroll
-    for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
+    for (int i = 0; i < kChunks; i++) hold_accumulators(r_out[i]);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kValueChunks; i++) {
+    for (int part = 0; part < kParts; part++) {
 #pragma unroll
       for (int step = 0; step < kTileKeys / 16; step++)
-        wgmma_m64k16<Element, ROW_TILES, true>(r_out[i], further(values, i * kChunkBytes + step * 2048), further(probs, step * 256));
+#pragma unroll
+        for (int i = part * kPartChunks; i < (part + 1) * kPartChunks; i++)
+          wgmma_m64k16<Element, ROW_TILES, true>(r_out[i], further(values, i * kChunkBytes + step * 2048), further(probs, step * 256));
       wgmma_commit();
     }
-    wgmma_wait<2>();
-    if (lane == 0) mbarrier_arrive(Base::free(stage, 0));
+    const unsigned free = mbarrier(kFree + tiles % kStages * kParts);
     wgmma_wait<1>();
-    if (lane == 0) mbarrier_arrive(Base::free(stage, 1));
+    if (lane == 0) mbarrier_arrive(free);
     wgmma_wait<0>();
+    if (lane == 0) mbarrier_arrive(free + 8);
 #pragma unroll
-    for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
+    for (int i = 0; i < kChunks; i++) hold_accumulators(r_out[i]);
   }
 
-  // Waits for the next hand-over, and multiplies the outputs if it says so. The score warpgroup's fence may be good for this one, too, as
-  // the copies' landing reaches this one through it; nothing says so for the async proxy, and on an H200 this fence costs nothing.
+  // Waits for the next hand-over, and multiplies the outputs if it says so.
   __device__ __forceinline__ int take_over() {
-    mbarrier_wait(Base::handed(), hand_overs() & 1);
+    mbarrier_wait(mbarrier(kHanded + (hand_overs & 1)), hand_overs >> 1 & 1);
     fence_proxy_async();
-    const int note = Base::s_note();
+    const uint2 notes = *(const uint2*)(shared + G::kOffsetNote + (hand_overs & 1) * 8);
+    const int note = (int)(notes.x | notes.y);
     if (note != 0 && note <= kFinish) multiply_output(note == kFinish ? ~0 : note);
     return note;
   }
 
   // This warp needs no more of what was handed over.
   __device__ __forceinline__ void taken_over() {
+    const int taken = G::mbarrier(kTaken + (hand_overs & 1));
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(Base::taken());
-    pass_hand_over();
+    if (lane == 0) {
+      mbarrier_arrive(shared_address(shared) + taken);
+      mbarrier_arrive_remote(other + taken);
+    }
+    hand_overs++;
   }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kValueChunks; i++)
+    for (int i = 0; i < kChunks; i++)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; n++) r_out[i][n][0] = r_out[i][n][1] = r_out[i][n][2] = r_out[i][n][3] = 0.f;
   }
@@ -706,17 +1004,17 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   // exchange halves so that each writes four columns.
   __device__ __forceinline__ void write_output(const Target& t) const {
     const bool odd = quad & 1;
-    const int column = half * kValueChunks * 64 + warp * 16 + (odd ? 8 : 0) + quad / 2 * 4;
+    const int column = block_rank() * kBlockLatent + warp * 16 + (odd ? 8 : 0) + quad / 2 * 4;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) {
       const int row = n * 8 + group;
       unsigned short* const target = output_row(p, t.q_start, t.row_base + min(row, t.rows - 1)) + column;
 #pragma unroll
-      for (int i = 0; i < kValueChunks; i++) {
+      for (int i = 0; i < kChunks; i++) {
         const unsigned lo = movmatrix_trans(pack2<Element>(r_out[i][n][0], r_out[i][n][1]));
         const unsigned hi = movmatrix_trans(pack2<Element>(r_out[i][n][2], r_out[i][n][3]));
-        const unsigned other = __shfl_xor_sync(~0u, odd ? lo : hi, 1);
-        if (row < t.rows) *(uint2*)(target + i * 64) = odd ? make_uint2(other, hi) : make_uint2(lo, other);
+        const unsigned exchanged = __shfl_xor_sync(~0u, odd ? lo : hi, 1);
+        if (row < t.rows) *(uint2*)(target + i * 64) = odd ? make_uint2(exchanged, hi) : make_uint2(lo, exchanged);
       }
     }
   }
@@ -724,27 +1022,27 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   // The item goes on in another piece: leave the accumulators for combine.
   __device__ __forceinline__ void write_partial(int slot) const {
     float4* const target = p.partial_out + (long long)slot * G::kPartialFloat4 + lane;
+    const int chunk = block_rank() * kChunks;
 #pragma unroll
-    for (int i = 0; i < kValueChunks; i++)
+    for (int i = 0; i < kChunks; i++)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; n++)
-        target[(((half * kValueChunks + i) * 4 + warp) * ROW_TILES + n) * 32] =
+        target[(((chunk + i) * 4 + warp) * ROW_TILES + n) * 32] =
             make_float4(r_out[i][n][0], r_out[i][n][1], r_out[i][n][2], r_out[i][n][3]);
   }
 
   // What there is to do it learns from the hand-overs.
   __device__ __forceinline__ void run() {
+    cluster_wait();
     clear();
     for (int note; (note = take_over()) != kStop;) {
       if (note < kFinish) {
-        const int stage = tiles() & 1;
-        pass_tile();
-        value_product(stage);
+        value_product();
+        tiles++;
         taken_over();
-        if (lane == 0) mbarrier_arrive(Base::free(stage, kParts - 1));
         continue;
       }
-      const Target target = Base::s_target();
+      const Target target = ((const Target*)(shared + G::kOffsetTarget))[hand_overs & 1];
       taken_over();
       if (note == kFinish) {
         write_output(target);
@@ -758,20 +1056,24 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
 
 // ---------------------------------------------------------------------------------------------------------------------------- the copies
 
-// One warpgroup: tiles into shared memory.
+// One warpgroup: this block's columns of tiles into shared memory.
 template <class Element, int ROW_TILES>
 struct CopyWarpgroup : Warpgroup<ROW_TILES> {
   using Base = Warpgroup<ROW_TILES>;
-  using Base::p, Base::shared, Base::thread, Base::request;
+  using Base::p, Base::shared, Base::thread, Base::mbarrier;
   using typename Base::G;
 
   static constexpr int kRound = kWarpgroup / 8;           // keys that the warpgroup copies 16 bytes each of at once
   static constexpr int kThreadKeys = kTileKeys / kRound;  // keys of a tile that each thread copies parts of
 
+  static_assert(kPartChunks == 2, "of a packed key this thread copies 16 fp8 of each part");
+
+  Request request;
   int tiles;                // copied so far, over all pieces
   int r_slot[kThreadKeys];  // of the keys that this thread copies next
+  int packed;               // of the last tile: bit i if this thread's i-th key is packed, one more if all keys of the tile are
 
-  __device__ __forceinline__ CopyWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory, 3), tiles(0) {}
+  __device__ __forceinline__ CopyWarpgroup(const VerifyParams& params, unsigned char* memory) : Base(params, memory), tiles(0), packed(0) {}
 
   // The key of a tile that is this thread's i-th.
   __device__ __forceinline__ int copied_key(int i) const { return i * kRound + (thread >> 3); }
@@ -782,115 +1084,117 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kThreadKeys; i++) r_slot[i] = load_slot(p, request, tile * kTileKeys + copied_key(i), 0);
   }
 
-  // Prefix columns from the pool, draft columns from k_extend, zeros beyond the last column.
+  // Prefix columns from the pool, draft columns from k_extend, zeros beyond the last column. Of the rope columns four of eight threads copy
+  // those of every other key.
   __device__ __forceinline__ void copy_tile(int tile) {
-    const int stage = tiles & 1, unit = thread & 7, columns = request.columns();
+    const int stage = tiles % kStages, unit = thread & 7, columns = request.columns(), rank = block_rank();
+    const int rope_unit = unit & 3, rope_offset = (kLatent - rank * (kBlockLatent - kBlockRope)) * 2 + (rope_unit - unit) * 16;
+    const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
+    const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, (stage & 1) * 4 + rope_unit);
     const unsigned char* source[kThreadKeys];
     unsigned existing = 0;
+    int next_packed = 0;
 #pragma unroll
     for (int i = 0; i < kThreadKeys; i++) {
       const int column = tile * kTileKeys + copied_key(i);
       source[i] = p.kv_pool + (long long)(unsigned)r_slot[i] * p.kv_slot_stride;
+      if (Pool::is_fp8) source[i] -= rank * kBlockLatent;
       if (column >= request.prefix) {
         const int draft = column < columns ? column - request.prefix : 0;
         source[i] = p.k_extend + (long long)(request.q_start + draft) * p.k_extend_stride;
       }
-      source[i] += unit * 16;
+      source[i] += rank * (kBlockLatent * 2) + unit * 16;
       keep_in_register(source[i]);  // one address and its offsets
       existing |= (unsigned)(column < columns) << i;
+      next_packed |= (int)(column < request.prefix) << i;
     }
-    const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
-    const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
-    auto copy = [&](int chunk, int i) {
-      const bool exists = Pool::is_fp8 ? tile * kTileKeys + copied_key(i) < columns : existing >> i & 1;
-      cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128, exists ? 16 : 0);
-    };
-    if constexpr (Pool::is_fp8) {
+    load_slots(tile + 1);
 #pragma unroll
-      for (int round = 0; round < kPackedRounds; round++) {
-        if (round == 0 || part_of(round) != part_of(round - 1)) wait_until_free(stage, part_of(round));
+    for (int part = 0; part < kParts; part++) {
+      mbarrier_wait(mbarrier(kFree + stage * kParts + part), (tiles / kStages) - 1 & 1);  // the first tiles find their stages free
 #pragma unroll
-        for (int i = 0; i < kThreadKeys; i++) {
-          if (!is_packed(tile, i)) {
-            copy(nth_chunk(round * 2), i);
-            if (round * 2 + 1 < kChunks) copy(nth_chunk(round * 2 + 1), i);
-          } else if (has_packed(round)) {
-            cp_async_16(shared_address(shared) + packed_offset(stage, round) + i * kRound * 128, source[i] + packed_source(round), 16);
-          }
+      for (int i = 0; i < kThreadKeys; i++) {
+        if (Pool::is_fp8 && (next_packed >> i & 1)) {
+          copy_packed(part, i, source[i]);
+          continue;
         }
+        const int bytes = existing >> i & 1 ? 16 : 0;
+        if (part == 0 && (unit >> 2) == (i & 1)) cp_async_16(rope + i * kRound * 128, source[i] + rope_offset, bytes);
+#pragma unroll
+        for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; chunk++)
+          cp_async_16(keys + chunk * kChunkBytes + i * kRound * 128, source[i] + chunk * 128, bytes);
+      }
+      if constexpr (Pool::is_fp8)
         cp_async_commit();
-      }
-      unpack_rounds<0>(tile, stage);
-    } else {
-#pragma unroll
-      for (int nth = 0; nth < kChunks; nth++) {
-        if (nth % kPartChunks == 0) wait_until_free(stage, nth / kPartChunks);
-#pragma unroll
-        for (int i = 0; i < kThreadKeys; i++) copy(nth_chunk(nth), i);
-        if (nth % kPartChunks == kPartChunks - 1) cp_async_mbarrier_arrive(Base::full(stage, nth / kPartChunks));
-      }
+      else
+        cp_async_mbarrier_arrive(mbarrier(kFull + stage * kParts + part));
     }
-    load_slots(tile + 1);  // not before: there are no registers to keep them in meanwhile
+    if constexpr (Pool::is_fp8) {
+      // While these copies are on their way.
+      if (tiles != 0) unpack_tile<kParts>(tiles - 1);
+      packed = next_packed | (int)((tile + 1) * kTileKeys <= request.prefix) << kThreadKeys;
+    }
     tiles++;
   }
 
-  // The first two tiles find their stages free, as in wait_until_taken.
-  __device__ __forceinline__ void wait_until_free(int stage, int part) const {
-    mbarrier_wait(Base::free(stage, part), (tiles >> 1) - 1 & 1);
+  // Packed keys, of an fp8 pool. Where in a stage this thread's first one is in a part, and what it has of the rope columns of key
+  // `unit / 2`: 16 of 32 fp8.
+  __device__ __forceinline__ int packed_offset(int stage, int part) const {
+    const int number = fresh(thread), unit = number & 7;
+    return G::stage(stage) + (part * 2 + packed_line(unit)) * kChunkBytes + chunk_offset(number >> 3, packed_unit(unit));
+  }
+  __device__ __forceinline__ int packed_rope_offset(int stage) const {
+    const int number = fresh(thread);
+    return G::rope(stage) + chunk_offset(number >> 3, (stage & 1) * 4 + (number & 1) * 2);
+  }
+  __device__ __forceinline__ bool has_packed_rope(int i) const { return (fresh(thread) & 7) >> 1 == i; }
+
+  // Of this thread's i-th key, from `source` on, where its unit of the first part is.
+  __device__ __forceinline__ void copy_packed(int part, int i, const unsigned char* source) const {
+    const int stage = tiles % kStages;
+    cp_async_16(shared_address(shared) + packed_offset(stage, part) + i * kRound * 128, source + part * 128, 16);
+    const int unit = fresh(thread) & 7, rope = kLatent - block_rank() * (kBlockLatent - kBlockRope) + ((unit & 1) - unit) * 16;
+    if (part == 0 && has_packed_rope(i))
+      cp_async_16(shared_address(shared) + packed_rope_offset(stage) + i * kRound * 128, source + rope, 16);
   }
 
-  // Packed keys, of an fp8 pool. A round is of two chunks, of which this thread has 16 numbers of each of its keys; of the rope chunk,
-  // which is alone, half of the threads have some.
-  __device__ __forceinline__ bool is_packed(int tile, int i) const { return tile * kTileKeys + copied_key(i) < request.prefix; }
-  __device__ __forceinline__ bool has_packed(int round) const { return round < kPackedRounds - 1 || packed_line(thread & 7) == 0; }
-  // Of the first key's.
-  __device__ __forceinline__ int packed_offset(int stage, int round) const {
-    const int number = fresh(thread), unit = number & 7, offset = chunk_offset(number >> 3, packed_unit(unit));
-    const int chunk = nth_chunk(round * 2) + packed_line(unit) * kValueChunks;  // nth_chunk(round * 2 + packed_line(unit))
-    return offset + (round == kPackedRounds - 1 ? G::rope(stage) : G::stage(stage) + chunk * kChunkBytes);
+  // Unpacks what this thread has copied of a tile, behind which it has started PENDING groups of copies, and says that it is there.
+  template <int PENDING>
+  __device__ __forceinline__ void unpack_tile(int number) const {
+    unpack_part<0, PENDING + 1>(number % kStages);
+    unpack_part<1, PENDING>(number % kStages);
   }
-  // From where `source` is, at this thread's unit of the first two chunks.
-  __device__ __forceinline__ int packed_source(int round) const {
-    return nth_chunk(round * 2) * 64 + packed_line(fresh(thread) & 7) * (kValueChunks - 1) * 64;
-  }
-  // The part that the last of a round's chunks is of.
-  __device__ __forceinline__ static constexpr int part_of(int round) { return min(round * 2 + 1, kChunks - 1) / kPartChunks; }
 
-  // Unpacks what this thread has copied, round after round as they land, and says so when a part is complete.
-  template <int ROUND>
-  __device__ __forceinline__ void unpack_rounds(int tile, int stage) const {
-    cp_async_wait<kPackedRounds - 1 - ROUND>();
-    if (has_packed(ROUND)) {
-      const int offset = packed_offset(stage, ROUND);
-      unsigned char *const place = shared + offset, *const other_place = shared + (offset ^ 16);
-      auto load = [&](int i) { return *(const uint4*)(place + i * kRound * 128); };
-      auto unpack = [&](int i, const uint4& packed) {
-        unpack_in_place<Element>(packed, place + i * kRound * 128, other_place + i * kRound * 128, fresh(thread) & 7);
-      };
-      if ((tile + 1) * kTileKeys <= request.prefix) {
-        // Several at once, as a compiler that does not know where the writes go would not.
-        constexpr int kAtOnce = Element::is_bf16 ? 2 : 1;
+  template <int PART, int PENDING>
+  __device__ __forceinline__ void unpack_part(int stage) const {
+    cp_async_wait<PENDING>();
+    auto unpack = [&](const uint4& r_packed, int offset, int unit) {
+      unpack_in_place<Element>(r_packed, shared + offset, shared + (offset ^ 16), unit);
+    };
+    const int offset = packed_offset(stage, PART), unit = fresh(thread) & 7;
+    if (packed >> kThreadKeys & 1) {
+      // Several at once, as a compiler that does not know where the writes go would not.
+      constexpr int kAtOnce = 2;
 #pragma unroll
-        for (int i = 0; i < kThreadKeys; i += kAtOnce) {
-          uint4 r_packed[kAtOnce];
+      for (int i = 0; i < kThreadKeys; i += kAtOnce) {
+        uint4 r_packed[kAtOnce];
 #pragma unroll
-          for (int k = 0; k < kAtOnce; k++) r_packed[k] = load(i + k);
+        for (int k = 0; k < kAtOnce; k++) r_packed[k] = *(const uint4*)(shared + offset + (i + k) * kRound * 128);
 #pragma unroll
-          for (int k = 0; k < kAtOnce; k++) unpack(i + k, r_packed[k]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kThreadKeys; i++)
-          if (is_packed(tile, i)) unpack(i, load(i));
+        for (int k = 0; k < kAtOnce; k++) unpack(r_packed[k], offset + (i + k) * kRound * 128, unit);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kThreadKeys; i++)
+        if (packed >> i & 1) unpack(*(const uint4*)(shared + offset + i * kRound * 128), offset + i * kRound * 128, unit);
     }
-    constexpr int kPartsBefore = ROUND * 2 / kPartChunks;
-    constexpr int kPartsNow = ROUND == kPackedRounds - 1 ? kParts : (ROUND + 1) * 2 / kPartChunks;
-    if constexpr (kPartsNow > kPartsBefore) {
-      fence_proxy_async();
-      mbarrier_arrive(Base::full(stage, kPartsBefore));
+    const int key = (fresh(thread) & 7) >> 1;
+    if (PART == 0 && (packed >> key & 1)) {
+      const int rope = packed_rope_offset(stage) + key * kRound * 128;
+      unpack(*(const uint4*)(shared + rope), rope, 0);
     }
-    if constexpr (ROUND + 1 < kPackedRounds) unpack_rounds<ROUND + 1>(tile, stage);
+    fence_proxy_async();
+    mbarrier_arrive(mbarrier(kFull + stage * kParts + PART));
   }
 
   __device__ __forceinline__ void run() {
@@ -899,28 +1203,34 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     Piece piece;
     piece.first = beginning.first, piece.last = beginning.last;
     request = beginning.request;
-    barrier_sync(kBarrierBegun, 2 * kWarpgroup);
     for (bool more = piece.first < piece.last; more; more = pieces.next(piece, Base::schedule()), request = piece.item.request) {
       load_slots(piece.first);
       for (int tile = piece.first; tile < piece.last; tile++) copy_tile(tile);
     }
+    if constexpr (Pool::is_fp8)
+      if (tiles != 0) unpack_tile<0>(tiles - 1);
+    cluster_wait();
   }
 };
 
-// Grid: (workers). Block: 512 threads.
+// Grid: (2 * workers), in clusters of two. Block: 512 threads.
 template <class Element, int ROW_TILES>
 __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   using G = Geometry<ROW_TILES>;
   KDTREE_ALIGNED_DYNAMIC_SHARED(hopper_shared, 1024);
   launch_dependents();
-  const int worker = blockIdx.x;
+  const int worker = this_worker();
   const SizedRequest sized = load_sized_request<kTileKeys>(p, threadIdx.x & 31);
   const Schedule schedule = make_schedule<kTileKeys>(p, sized, worker);
   if (threadIdx.x == 0) {
     *(Schedule*)(hopper_shared + G::kOffsetSchedule) = schedule;
     const unsigned mbarriers = shared_address(hopper_shared + G::kOffsetMbarriers);
+    constexpr int kWarps = kWarpgroup / 32;
     for (int i = 0; i < kMbarriers; i++)
-      mbarrier_init(mbarriers + i * 8, i < 2 * kParts ? kWarpgroup : i == kMbarriers - 2 ? kWarpgroup / 32 : 2 * kWarpgroup / 32);
+      mbarrier_init(mbarriers + i * 8, i < kFree                        ? kWarpgroup
+                                       : i >= kTaken && i < kPartial    ? kCluster * kWarps
+                                       : i >= kPartial && i < kReceived ? 1
+                                                                        : kWarps);
     mbarrier_fence_init();
   }
   Pieces<kTileKeys> pieces(p, schedule, worker, sized);
@@ -930,16 +1240,21 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
     *(Beginning*)(hopper_shared + G::kOffsetBeginning) =
         Beginning{piece.item.request, any ? piece.first : 0, any ? piece.last : 0, pieces.position};
   __syncthreads();
+  cluster_arrive();  // the other block may use this one's mbarriers, which each warpgroup waits for where it needs the other's
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 3) {
     set_max_registers_down<kCopyRegisters>();
     CopyWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
-  } else if (warpgroup == 0) {  // keeps the registers that it has
-    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
-  } else {
+  } else if (warpgroup == 2) {
     set_max_registers_up<kValueRegisters>();
-    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run();
+    ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
+  } else {
+    set_max_registers_up<kScoreRegisters>();
+    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup).run(pieces, piece, any);
   }
+  // No block is gone while the other may still write to it.
+  cluster_arrive();
+  cluster_wait();
 }
 
 }  // namespace hopper

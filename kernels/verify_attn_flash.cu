@@ -268,7 +268,7 @@ struct VerifyParams {
   long long out_token_stride, out_head_stride;
   int bs, heads;
   int row_blocks, rows_per_block;  // row blocks a request has at most, rows in each (a multiple of 8, at most ROWS)
-  int workers;                     // blocks of the main kernel
+  int workers;                     // of the main kernel: blocks, or clusters of them
   int wide_indices;                // bit 0: qo_indptr is 64-bit, 1: kv_indptr, 2: kv_indices, 3: mask_indptr; else 32-bit
   float scale_log2e;               // scale * log2(e): scores are kept in log2 units
   int fragment_warps;              // warps of combine that share a fragment: 1 or 8
@@ -1249,17 +1249,18 @@ KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
 #endif
 
 #ifdef KDTREE_WITH_HOPPER
-#define KDTREE_DEFINE_HOPPER(TYPE, Element, ROWS, _)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(hopper::kThreads, 1) verify_attn_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) { \
-    hopper::verify_attention<Element, ROWS / 8>(p);                                                                                        \
-  }                                                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) {      \
-    combine_splits<Element, ROWS / 8>(p);                                                                                                  \
+#define KDTREE_DEFINE_HOPPER(TYPE, Element, ROWS, _)                                                                                  \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(hopper::kThreads, 1)                                         \
+      verify_attn_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) {                                                          \
+    hopper::verify_attention<Element, ROWS / 8>(p);                                                                                   \
+  }                                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) { \
+    combine_splits<Element, ROWS / 8>(p);                                                                                             \
   }
 KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_DEFINE_HOPPER, )
 #endif
 
 // For the CPU build, which has all kernels and finds them by name: X(name) for each of them, or X(name, blocks of a cluster).
 #define KDTREE_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_r##ROWS) X(combine_splits_##TYPE##_r##ROWS)
-#define KDTREE_HOPPER_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_h##ROWS) X(combine_splits_##TYPE##_h##ROWS)
+#define KDTREE_HOPPER_NAMES(TYPE, Element, ROWS, X) X(verify_attn_##TYPE##_h##ROWS, hopper::kCluster) X(combine_splits_##TYPE##_h##ROWS)
 #define KDTREE_FOR_EACH_KERNEL(X) KDTREE_FOR_EACH_VARIANT(KDTREE_NAMES, X) KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_HOPPER_NAMES, X)

@@ -470,10 +470,10 @@ def test_the_workspace_is_as_large_as_the_documents_say() -> None:
         # Two partial results, with a maximum and a sum for each row, and a row of cut_items.
         a_worker[name] = 2 * (largest.partial_bytes + largest.rows * 8) + 16
     small, large = a_worker["portable"], a_worker["hopper"]
-    words = f"{small:,} bytes a multiprocessor, in the Hopper configuration of {large:,} (two partial results each;"
-    assert f"{words} {small * 132 / 1e6:.0f} and {large * 132 / 1e6:.0f} MB on an H200)" in " ".join(
-        LIMITS.text.split()
-    )
+    assert CONFIGS["hopper"].cluster == 2
+    words = f"{small:,} bytes a multiprocessor, in the Hopper configuration of {large:,} for each two"
+    total = f"(two partial results each; {small * 132 / 1e6:.0f} and {large * 66 / 1e6:.0f} MB on an H200)"
+    assert f"{words} {total}" in " ".join(LIMITS.text.split())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ from tests.support.cases import (
 from tests.support.reference import rel
 
 # With an fp8 pool, tiles are copied and scored otherwise; what comes before and behind is the same.
-OF_FP8 = ("reference", "mixed", "a row that sees nothing", "cut", "several row blocks", "more items than workers")
+OF_FP8 = (
+    *("reference", "mixed", "a row that sees nothing", "cut"),
+    *("many tiles a worker", "several row blocks", "more items than workers"),
+)
 
 
 def batches(seed: int, pool: torch.dtype | None) -> Iterator[tuple[str, Case]]:

@@ -76,17 +76,17 @@ void print_portable() {
 
 void print_hopper() {
   using G = hopper::Geometry<9>;
-  constexpr int kValues = hopper::kRopeChunk * hopper::kChunkBytes;
+  constexpr int kStage = hopper::kChunks * hopper::kChunkBytes;
   print_regions("hopper", G::kRows, G::kSharedBytes,
-                {{"queries", 0, hopper::kChunks * G::kQueryChunkBytes},
-                 {"stage 0: latent", G::stage(0), kValues},
-                 {"rope", G::rope(0), hopper::kChunkBytes},
-                 {"spare", G::kOffsetSpare, hopper::kSpareBytes},
-                 {"rope", G::rope(1), hopper::kChunkBytes},
-                 {"stage 1: latent", G::stage(1), kValues},
-                 {"mbarriers, rows, schedule", G::kOffsetMbarriers, G::kSharedBytes - G::kOffsetMbarriers},
-                 {"P of stage 0", G::prob(0), G::kRows * hopper::kTileKeys * 2},
-                 {"P of stage 1", G::prob(1), G::kRows * hopper::kTileKeys * 2}});
+                {{"queries: latent", 0, G::kOffsetStages},
+                 {"stage 0: latent", G::stage(0), kStage},
+                 {"stage 1", G::stage(1), kStage},
+                 {"stage 2", G::stage(2), kStage},
+                 {"stage 3", G::stage(3), kStage},
+                 {"rope of stages and queries", G::kOffsetRope, G::kOffsetProb - G::kOffsetRope},
+                 {"P, twice", G::kOffsetProb, G::kOffsetPartial - G::kOffsetProb},
+                 {"scores of the other block, twice", G::kOffsetPartial, G::kOffsetMbarriers - G::kOffsetPartial},
+                 {"mbarriers, rows, schedule", G::kOffsetMbarriers, G::kSharedBytes - G::kOffsetMbarriers}});
 }
 
 // Which of the eight 16-byte units of a 128-byte line of a key lies in which eighth of the banks.
