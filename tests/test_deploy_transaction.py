@@ -10,6 +10,7 @@ import pwd
 import shutil
 import signal
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ class StandIn:
 
     def state(self) -> State:
         return State("active", "running", "1" * 32, 0, "success", 0)
+
+
+@pytest.fixture(autouse=True)
+def sigterm() -> Iterator[None]:
+    """As it was: a transaction on its way back ignores it, and whoever is started by a later test would, too."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -388,13 +397,11 @@ def test_archive_goes_where_the_transaction_cannot_even_begin(
     monkeypatch.setattr(systemd, "transactions", lambda: [])
     lock = transaction.lock_the_host()
     order = {"action": "deploy", "unit": NAME, "prefix": str(fresh.prefix), "timeout": 1, "by": "b", "mode": None}
-    before = signal.getsignal(signal.SIGTERM)
     try:
         (tmp_path / "code").touch()
         whole = {**order, "release": NEW, "archive": str(archive), "code": str(tmp_path / "code")}
         assert transaction.run_order(whole) == 1
     finally:
-        signal.signal(signal.SIGTERM, before)
         os.close(lock)
     answer = transaction.wire.answer_in(capfd.readouterr().out) or {}
     assert answer["outcome"] == "untouched" and "somebody else is at work (just ending)" in answer["reason"]
@@ -582,11 +589,7 @@ def test_what_nobody_has_foreseen_is_one_line(
         raise KeyError("what")
 
     monkeypatch.setattr(transaction, "Transaction", fails)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert transaction.run_order({"action": "deploy", "code": str(tmp_path / "code")}) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert transaction.run_order({"action": "deploy", "code": str(tmp_path / "code")}) == 1
     output, errors = capfd.readouterr()
     answer = transaction.wire.answer_in(output) or {}
     assert errors == "" and "unexpected KeyError in test_deploy_transaction.py:" in answer["reason"]
