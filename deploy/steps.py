@@ -18,7 +18,7 @@ from pyinfra.operations import files
 
 from deploy import bundle
 from deploy.bundle import BundleError, Source
-from deploy.host import wire
+from deploy.host import systemd, wire
 from deploy.options import Host, Options, operator
 from deploy.remote import ConnectionLost, Remote, RemoteError, Unreachable
 from kdtree_patch import exits
@@ -260,7 +260,7 @@ def follow(remote: Remote, token: str) -> dict[str, Any]:
                 say(line if not line.startswith("==>") else f"{line} {remote.host}")
         if result is not None:
             return result
-        quiet = 0 if fresh or state in ("active", "activating") else quiet + 1
+        quiet = 0 if fresh or state in systemd.UNDER_WAY else quiet + 1
         if quiet > _QUIET_POLLS:
             reason = "the transaction ended without a result; run the same command again"
             return {"ok": False, "reason": reason, "outcome": "broken"}

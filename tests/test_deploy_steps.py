@@ -103,6 +103,14 @@ def test_exit_status_tells_how_far_a_failure_had_come(
     assert run(steps, monkeypatch, action, h1=does) == status
 
 
+def test_transaction_that_is_told_to_stop_is_waited_for(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It puts back what it has begun, which takes the time of a start: so long its unit is deactivating."""
+    polls = iter([*["told to stop\ndeactivating"] * 20, f"{wire._ANSWER}{wire.json.dumps({'ok': False})}\ninactive"])
+    remote = Remote(Host("h1"))
+    monkeypatch.setattr(remote, "run", lambda command, timeout: (True, next(polls), ""))
+    assert steps.follow(remote, "kdtree-deploy-1") == {"ok": False}
+
+
 @pytest.mark.parametrize("word", [{"dry_run": True}, {"mode": "shadow"}, {"force": True}], ids=str)
 @pytest.mark.parametrize("action", ["rollback", "undeploy"])
 def test_word_of_deploy_alone_is_refused_before_anything_is_done(

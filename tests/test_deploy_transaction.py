@@ -511,13 +511,10 @@ def test_stop_in_the_middle_puts_everything_back(place: Place, monkeypatch: pyte
         os.kill(os.getpid(), signal.SIGTERM)  # and once more on the way back, which goes on
 
     monkeypatch.setattr(Transaction, "start", start)
-    before = signal.signal(signal.SIGTERM, transaction._stop)
-    try:
-        doing = begun(place)
-        with pytest.raises(Failed, match="told to stop"):
-            doing.switch(NEW, "on", text_of(place, NEW), object(), False)  # type: ignore[arg-type]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, transaction._stop)
+    doing = begun(place)
+    with pytest.raises(Failed, match="told to stop"):
+        doing.switch(NEW, "on", text_of(place, NEW), object(), False)  # type: ignore[arg-type]
     assert starts == [f"{NEW}, mode on"]
     assert_old(place)
 
@@ -531,11 +528,8 @@ def test_stop_on_the_way_back_does_not_cut_it_off(place: Place, monkeypatch: pyt
         point(where, name)
 
     monkeypatch.setattr(release, "point_current", stopped)
-    before = signal.signal(signal.SIGTERM, transaction._stop)
-    try:
-        assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, transaction._stop)
+    assert switch(place, monkeypatch) == ["it never got ready", f"{NEW}, mode on", "as it was before"]
     assert_old(place)
 
 

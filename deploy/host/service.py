@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.host.systemd import Unit, last_word, run
+from kdtree_patch.notice import start_time
 from kdtree_patch.service_command import Command
 
 PREFIX = "[kdtree] "
@@ -151,8 +152,7 @@ def installed(journal: Journal, main_pid: int) -> set[str]:
 def began_at(pid: int | str) -> int | None:
     """When a process began, in clock ticks since the host did; None if there is none of that number."""
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[19])  # proc_pid_stat(5), starttime
+        return start_time(int(pid))
     except (OSError, IndexError, ValueError):
         return None
 

@@ -21,6 +21,8 @@ from typing import Any
 BUS = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
 # Before the name of each transaction's transient unit.
 TRANSACTION = "kdtree-deploy-"
+# The states of its unit in which it is under way: one that is told to stop puts back what it has begun.
+UNDER_WAY = ("active", "activating", "deactivating")
 # Before the name of each step that a transaction takes, in its lines.
 STEP = "==> "
 DROP_IN = "50-kdtree.conf"
@@ -284,7 +286,7 @@ def transactions() -> list[UnderWay]:
     found = []
     for block in run("systemctl", "show", properties, f"{TRANSACTION}*", check=False).split("\n\n"):
         values = as_mapping(block.splitlines())
-        if values.get("ActiveState") not in ("active", "activating", "deactivating"):
+        if values.get("ActiveState") not in UNDER_WAY:
             continue
         if values["MainPID"] == str(os.getpid()):
             continue
