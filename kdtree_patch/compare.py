@@ -13,7 +13,6 @@ Between compared steps the stock kernel in a graph is given offsets that say "no
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -297,6 +296,13 @@ class Both:
         if self._snapshot is not None:
             self._snapshot.of = recording.call
 
+    def preparation_is_captured(self, recording: Recording) -> None:
+        """The preparation itself is replayed from a graph, as it is now: nobody comes by to say which step is due."""
+        if self._limit is not None:  # a guard that never looks is none
+            why = "the guard cannot look at replays whose metadata is replayed from a graph"
+            self._ledger.disable("guard_failed", f"{why}: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
+        self.open_gates(recording)
+
     def open_gates(self, recording: Recording) -> None:
         """Lets the stock kernel of the replay to come have its requests, or none; says which tokens are padding."""
         call, work = recording.call, recording.work
@@ -318,7 +324,7 @@ class Both:
     def _trip(self, about: guard.Call, found: Difference, tensors: guard.Tensors | None) -> None:
         """Turns the kernel off, with the one line; `tensors` are the layer's, for the file, where there is one."""
         if self._notice is not None:  # before the file, which may take a while
-            self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer, "of_pid": os.getpid()}))
+            self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer}))
         saved: dict[str, object] = {}
         if self._dump is not None and tensors is not None:
             details = {**self._facts, "figures": found.figures(), "limit": self._limit}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -44,8 +45,9 @@ class Notice:
             self.path = FOLDER / name_of_service()
         except (OSError, ValueError, IndexError) as error:
             self._why_none = f"{type(error).__name__}: {error}"
-        # What `look` asks for in each step.
+        # What `look` asks for in each step, and believes: the name, who has posted it, since when that one runs.
         self._asked = None if self.path is None else str(self.path)
+        self._line = re.compile(rf"{re.escape(self.path.name if self.path else '')} (\d+) (\d+) (.*)")
 
     def post(self, text: str) -> None:
         """Tells the others, in one short line. If one of them has done so before, that one's words stay.
@@ -75,7 +77,8 @@ class Notice:
             self._could_not(f"{type(error).__name__}: {error}")
 
     def look(self) -> str | None:
-        """What another worker has posted, or None: once a step, and at the cost of one system call if there is nothing.
+        """What another worker has posted, with its process id behind it, or None: once a step, and at the cost of one
+        system call if there is nothing.
 
         Believed is a plain file, no link, of our own user, that nobody else can write to and that begins with its own
         name: so it is none of ours that somebody else has given that name by a link. And whoever posted it must live.
@@ -95,10 +98,8 @@ class Notice:
             return None
         finally:
             os.close(descriptor)
-        name, process, began, text = (*words.split(" ", 3), "", "", "", "")[:4]
-        if name != os.path.basename(self._asked) or not _lives(process, began):
-            return None
-        return text
+        said = self._line.fullmatch(words)
+        return f"{said[3]} of_pid={said[1]}" if said and _lives(int(said[1]), int(said[2])) else None
 
     @staticmethod
     def _could_not(why: str) -> None:
@@ -120,9 +121,9 @@ def name_of_service() -> str:
     return f"kdtree-tripped-{os.geteuid()}-{parent}-{start_time(parent)}-{namespace}"
 
 
-def _lives(process: str, began: str) -> bool:
+def _lives(process: int, began: int) -> bool:
     try:
-        return start_time(int(process)) == int(began)
+        return start_time(process) == began
     except (OSError, ValueError, IndexError):
         return False
 

@@ -58,7 +58,7 @@ _DISABLED = {
         "rank's own line has the details"
     ],
     "guard_failed": [
-        "a WARNING before it says why the call could not be compared; memory: leave the service some more"
+        "the line, or a WARNING before it, says why the guard could not look; memory: leave the service some more"
     ],
     "launch_failed": ["the line has the driver's error; restart the service when it is mended"],
     "v_not_latent": ["this model's V is not the latent part of K: do not use the patch with it"],

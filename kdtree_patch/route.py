@@ -144,7 +144,6 @@ class VerifyRouter:
         self.kernel = kernel
         self.ledger = ledger
         self._shadow = settings.mode == "shadow"
-        self._guarded = settings.guard_rel is not None
         self._on_gpu = kernel.device.type == "cuda"
         self._verify = "verify" if "verify" in settings.forward_modes else None
         self._other_modes = {name: mode for name, mode in MODE_OF.items() if mode in settings.forward_modes}
@@ -290,11 +289,8 @@ class VerifyRouter:
                     "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH if they should be"
                 )
                 log.get_logger().warning(words)
-            if self._guarded:  # one that never looks is none
-                why = "the guard cannot look at replays whose metadata is replayed from a graph"
-                self.ledger.disable("guard_failed", f"{why}: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
             if self._both is not None:
-                self._both.open_gates(recording)
+                self._both.preparation_is_captured(recording)
             return
         for (route, reason), calls in recording.counts.items():
             if route == "kernel" and recording.switched and self.ledger.disabled is not None:

@@ -203,7 +203,7 @@ def another_ranks_notice_between_replays(make: Make, capsys: pytest.CaptureFixtu
     # The second one is wrong, and none that is compared.
     assert [is_right(replay, step) for step in (0, 1)] == [True, False]
     before = bench.ledger.counts["kernel", "verify"]
-    Notice().post("of=0 of_layer=0 of_pid=1")
+    Notice().post("of=0 of_layer=0")
     for run in (replay, replay, lambda cases: bench.replay(4, cases), bench.eager):
         assert is_right(run, 2)
     assert bench.ledger.counts["kernel", "verify"] == before
@@ -222,7 +222,7 @@ def a_notice_between_a_replay_and_its_preparation(make: Make, capsys: pytest.Cap
     bench.router.before_step()
     bench.write_metadata(cases, 2)
     bench.router.replay_begins(2)
-    Notice().post("of=0 of_layer=0 of_pid=1")
+    Notice().post("of=0 of_layer=0")
     bench.router.before_step()
     bench.graphs[2].replay()
     assert bench.ledger.disabled == "guard_elsewhere"
@@ -236,7 +236,7 @@ def ranks_that_trip_in_one_replay_all_say_so(make: Make, capsys: pytest.CaptureF
     bench = make(GUARD, wrong=1.0)
     bench.capture(2)
     bench.replay(2, bench.cases([50, 20]))
-    Notice().post("of=0 of_layer=0 of_pid=1")
+    Notice().post("of=0 of_layer=0")
     bench.router.before_step()
     assert bench.ledger.disabled == "guard_elsewhere"
     bench.settle()

@@ -297,6 +297,7 @@ class Stream:
     def __init__(self, name: str, asked: list[str], *seconds: float):
         self.name, self.asked, self.seconds = name, asked, iter(seconds)
         self.client = self
+        self.alive = True
 
     def stream(self, prompts: Any, new_tokens: int, timeout: float) -> list[Chunk]:
         self.asked.append(self.name)
@@ -336,6 +337,18 @@ def test_points_are_gone_through_in_rounds_and_the_unsettled_ones_again() -> Non
         order.append(row.mode)
         row.measure([[1]], lambda server: contextlib.nullcontext())
     assert order == ["graph", "eager"] * speed.ROUNDS + ["eager"] * 2
+
+
+@pytest.mark.parametrize("how", ["it failed", "a server has ended"])
+def test_what_cannot_be_measured_any_more_does_not_come_again(how: str) -> None:
+    doubling = [2.0**i for i in range(9)]
+    server = Stream("a", [], *doubling)
+    row, order = a_row("eager", server, Stream("b", [], *doubling)), []
+    for one in speed.in_rounds([row]):
+        order.append(one.mode)
+        one.measure([[1]], lambda server: contextlib.nullcontext())
+        row.failed, server.alive = how == "it failed", how == "it failed"
+    assert order == ["eager"]
 
 
 def test_who_is_never_as_quick_twice_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ from tests.support.reference import rel
 pytestmark = pytest.mark.usefixtures("all_lines")
 
 GUARD = Settings(guard_rel=0.05)
-WORDS = "of=1 of_layer=3 of_pid=42"
+WORDS = "of=1 of_layer=3"
+FOUND = f"{WORDS} of_pid={os.getpid()}"  # posted by this process
 
 
 class Worker:
@@ -143,7 +144,7 @@ def test_another_service_is_not_told(module: Any, function: str, other: Any, mon
         patch.setattr(module, function, other)
         theirs = Notice()
         theirs.post(WORDS)
-        assert theirs.look() == WORDS
+        assert theirs.look() == FOUND
     assert ours.look() is None
 
 
@@ -173,7 +174,7 @@ def test_what_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.step() and worker.step()
     assert worker.ledger.counts == {("kernel", "verify"): 1, ("stock", "guard_elsewhere"): 2}
     (line,) = said(capsys, "ERROR")
-    assert f"disabled reason=guard_elsewhere tp_rank=2 {WORDS} the guard of another worker" in line
+    assert f"disabled reason=guard_elsewhere tp_rank=2 {FOUND} the guard of another worker" in line
     (read_back,) = lines.parse(line)
     assert (read_back.word, read_back.rank, read_back.fields["of"]) == ("disabled", 2, "1")
     assert tripped == []  # that metric is of the worker that has tripped
@@ -195,7 +196,7 @@ def test_the_first_to_trip_is_named_and_the_second_says_nothing(capsys: pytest.C
     first, second = Notice(), Notice()
     first.post(WORDS)
     second.post("of=5 of_layer=6")
-    assert first.look() == second.look() == WORDS
+    assert first.look() == second.look() == FOUND
     assert said(capsys, "WARNING") == []
 
 
@@ -212,7 +213,7 @@ def test_other_reasons_are_a_workers_own(notices: Path) -> None:
 def posted() -> Iterator[tuple[Notice, Path]]:
     one = Notice()
     one.post(WORDS)
-    assert one.look() == WORDS and one.path is not None
+    assert one.look() == FOUND and one.path is not None
     yield one, one.path
 
 
@@ -277,7 +278,7 @@ def test_who_has_ended_is_not_believed_and_gives_way(posted: tuple[Notice, Path]
     path.write_text(f"{name} {process} {int(began) - 1} {text}")
     assert one.look() is None
     one.post("of=3")
-    assert one.look() == "of=3" and len(list(path.parent.iterdir())) == 1
+    assert one.look() == f"of=3 of_pid={os.getpid()}" and len(list(path.parent.iterdir())) == 1
     path.write_text(f"{name} {2**22 + 1} {began} {text}")
     assert one.look() is None
 
@@ -309,7 +310,7 @@ def test_a_pipe_or_a_folder_in_its_place_blocks_nobody() -> None:
     assert found[1:] == ["None"]
     # With somebody at the other end, too.
     pipe = os.open(one.path, os.O_RDWR)
-    os.write(pipe, f"{one.path.name} {WORDS}\n".encode())
+    os.write(pipe, f"{one.path.name} {os.getpid()} {notice.start_time(os.getpid())} {WORDS}\n".encode())
     assert one.look() is None
     os.close(pipe)
     one.path.unlink()
@@ -321,12 +322,12 @@ def test_a_pipe_or_a_folder_in_its_place_blocks_nobody() -> None:
 def test_a_text_of_any_kind_is_one_short_line(posted: tuple[Notice, Path]) -> None:
     one, path = posted
     path.unlink()
-    one.post("a\nb " + 1000 * "x")
+    one.post("a\nb " + 1000 * "y")
     found = one.look()
-    assert found is not None and found.startswith("a b xxx") and len(path.read_bytes()) == notice.MAX_BYTES
+    assert found is not None and found.startswith("a b yyy") and len(path.read_bytes()) == notice.MAX_BYTES
     head = " ".join(path.read_text().split(" ", 3)[:3])
     path.write_bytes(f"{head} ".encode() + b"\xff\n[kdtree] x")
-    assert one.look() == "\ufffd [kdtree] x"
+    assert one.look() == f"\ufffd [kdtree] x of_pid={os.getpid()}"
 
 
 def test_a_look_costs_next_to_nothing() -> None:

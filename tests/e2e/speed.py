@@ -125,6 +125,7 @@ class Row:
     point: Point
     servers: Mapping[str, Server]
     windows: dict[str, list[Window]] = field(default_factory=dict)
+    failed: bool = False  # it could not be measured once, and is missing
 
     def measure(
         self, prompts: Sequence[Sequence[int]], alone: Callable[[Server], AbstractContextManager[None]]
@@ -134,6 +135,10 @@ class Row:
             with alone(server):
                 chunks = server.client.stream(prompts, NEW_TOKENS, timeout=300)
             self.windows.setdefault(door, []).append(window(chunks, len(prompts)))
+
+    @property
+    def measurable(self) -> bool:
+        return not self.failed and all(server.alive for server in self.servers.values())
 
     @property
     def settled(self) -> bool:
@@ -147,18 +152,17 @@ class Row:
         return row
 
 
-def in_rounds(rows: list[Row]) -> Iterator[Row]:
-    """Those to be measured next: all of them ROUNDS times, then for PATIENCE seconds those that are not settled. What
-    is taken out of the list meanwhile does not come again.
-    """
+def in_rounds(rows: Sequence[Row]) -> Iterator[Row]:
+    """Those to be measured next: all of them ROUNDS times, then for PATIENCE seconds those that are not settled."""
     for _ in range(ROUNDS):
-        yield from (row for row in list(rows) if row in rows)
+        yield from (row for row in rows if row.measurable)
     deadline = time.monotonic() + PATIENCE
-    while again := [row for row in rows if not row.settled]:
+    while again := [row for row in rows if row.measurable and not row.settled]:
         for row in again:
             if time.monotonic() > deadline:
                 return
-            yield row
+            if row.measurable:
+                yield row
 
 
 def settled(windows: Sequence[Window]) -> bool:
@@ -201,20 +205,15 @@ def run(
     prompts = Prompts(max(point.prefix for point in points))
     wanted = [Row(name.rpartition("-")[2], point, both) for point in points for name, both in ready.items()]
     for row in in_rounds(wanted):
-        name = f"speed-{row.mode}"
-        if name not in ready:
-            continue
         try:
             row.measure(prompts.of(row.point), fleet.alone)
         except ServiceError as error:
             tails = "\n".join(server.tail() for server in row.servers.values())
-            record.bar(f"{name} at {row.point} could be measured", False, f"{error}\n{tails}")
-            row.windows.clear()
-            wanted.remove(row)
-            if not all(server.alive for server in row.servers.values()):
-                del ready[name]
+            record.bar(f"speed-{row.mode} at {row.point} could be measured", False, f"{error}\n{tails}")
+            row.failed = True
+        rows[:] = [one.found() for one in wanted if one.windows and not one.failed]
+        if row.failed:
             continue
-        rows[:] = [one.found() for one in wanted if one.windows]
         found = row.found()
         record.say(
             f"{row.mode}, prompt {row.point.prefix:,}, batch {row.point.bs}: step {found['stock']['step_ms']:.1f} ms "
