@@ -171,10 +171,8 @@ constexpr int kRegisters = 128, kValueRegisters = 176, kCopyRegisters = 32;
 static_assert(2 * kValueRegisters + kRegisters + kCopyRegisters <= 4 * kRegisters, "all that there are");
 constexpr int kSpareBytes = 1024;  // what P needs beyond the rope chunk that it is written over
 
-// Named barriers: of one warpgroup each, and that of copies and scores behind which nobody needs the Beginning any more; 0 is
-// __syncthreads.
+// Named barriers, of one warpgroup each; 0 is __syncthreads.
 constexpr int kBarrierOfWarpgroup = 1;
-constexpr int kBarrierBegun = 5;
 
 // --------------------------------------------------------------------------------------------------------------------------- descriptors
 //
@@ -229,7 +227,7 @@ struct Geometry {
   static constexpr int kOffsetHighest = kOffsetFactor + 2 * kRows * 4;      // [rows]: running maxima
   static constexpr int kOffsetTarget = kOffsetHighest + kRows * 4;
   static constexpr int kOffsetNote = kOffsetTarget + sizeof(Target);  // see Note
-  static constexpr int kOffsetBeginning = kOffsetSpare;               // before kBarrierBegun
+  static constexpr int kOffsetBeginning = kOffsetStage1;              // before anything is copied there
   static constexpr int kSharedBytes = kOffsetNote + 4;
   static constexpr int kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;  // accumulators of one block
   static_assert(kRows * kTileKeys * 2 <= kChunkBytes + kSpareBytes, "P fits");
@@ -580,6 +578,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     const int slot = Base::s_target().partial_slot;
     add_probabilities(last_tile);
     Base::wait_until_taken();
+    barrier_sync(barrier, kWarpgroup);  // all warps know, not through one lane only: racecheck sees no further
     float* const s_spare = (float*)(shared + G::kOffsetSpare);
     auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
     combine_groups(
@@ -598,7 +597,6 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
   }
 
   __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces, Piece piece, bool more) {
-    barrier_sync(kBarrierBegun, 2 * kWarpgroup);
     if (!more && thread == 0) announce_nothing(p, blockIdx.x);
     for (; more; more = pieces.next(piece, Base::schedule())) {
       request = piece.item.request;
@@ -899,7 +897,7 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     Piece piece;
     piece.first = beginning.first, piece.last = beginning.last;
     request = beginning.request;
-    barrier_sync(kBarrierBegun, 2 * kWarpgroup);
+    barrier_sync(Base::barrier, kWarpgroup);  // nobody reads the Beginning any more
     for (bool more = piece.first < piece.last; more; more = pieces.next(piece, Base::schedule()), request = piece.item.request) {
       load_slots(piece.first);
       for (int tile = piece.first; tile < piece.last; tile++) copy_tile(tile);
