@@ -14,7 +14,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,7 @@ def need_a_gpu() -> None:
 def modes(arguments: argparse.Namespace) -> int:
     need_a_gpu()
     from kdtree_patch import bench_measure as measuring
-    from kdtree_patch import bench_modes, bench_report
-    from kdtree_patch.console import open_console
+    from kdtree_patch import bench_modes
 
     trials = [trial for trial in TRIALS if trial.kind in (arguments.modes or KINDS)]
     kernel = measuring.load_kernel(arguments.config or "auto")
@@ -189,6 +188,13 @@ def modes(arguments: argparse.Namespace) -> int:
     with progress(len(trials)) as step:
         rows = bench_modes.measure(trials, kernel, stock, step, say)
     write_json(arguments.json, dict(meta=measuring.about(command_of(arguments)), modes=rows))
+    return present_modes(rows)
+
+
+def present_modes(rows: Sequence[Mapping[str, Any]]) -> int:
+    from kdtree_patch import bench_modes, bench_report
+    from kdtree_patch.console import open_console
+
     console = open_console()
     for table in bench_modes.tables(rows):
         console.print(table)
@@ -306,8 +312,13 @@ def present(document: dict[str, Any], picture: Path | None) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from kdtree_patch.bench_report import read_run
+    from kdtree_patch.bench_report import read_json, read_modes, read_run
 
+    run = read_json(arguments.source)
+    if isinstance(run, dict) and "modes" in run:
+        if arguments.plot is not None:
+            raise NotDone(f"{arguments.source} is of --modes, which has no plot", "leave out --plot")
+        return present_modes(read_modes(run, arguments.source))
     return present(read_run(arguments.source), arguments.plot)
 
 

@@ -27,13 +27,20 @@ REL_LIMIT = 0.002
 
 _NAME_ANOTHER = "name a file that --json of this command has written"
 _NUMBER = (int, float)
-_META = {"command": str, "gpu": str, "date": str, "versions": dict, "ceilings": dict}
+_ABOUT = {"command": str, "gpu": str, "date": str, "versions": dict}
+_META = {**_ABOUT, "ceilings": dict}
 _ROW: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("bs", "q_len", "heads", "prefix"), int),
     **dict.fromkeys(("kv_dtype", "config"), str),
     **dict.fromkeys(("kernel_us", "kernel_cold_us", "floor_us"), _NUMBER),
     **dict.fromkeys(("stock_us", "rel"), (*_NUMBER, type(None))),
     "peers": dict,
+}
+_MODES_ROW: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("bs", "q_len", "heads", "prefix", "page_size"), int),
+    **dict.fromkeys(("kind", "mask", "config"), str),
+    "kernel_cold_us": _NUMBER,
+    **dict.fromkeys(("stock_us", "rel"), (*_NUMBER, type(None))),
 }
 
 
@@ -53,6 +60,19 @@ def read_run(path: Path) -> dict[str, Any]:
     for what in violations(run):
         raise NotDone(f"{path} is not a run of the benchmark: {what}", _NAME_ANOTHER)
     return run
+
+
+def read_modes(run: Any, path: Path) -> list[dict[str, Any]]:
+    """The rows of a run of `--modes`, which this file is. Raises NotDone unless they are as they were written."""
+    wrong = [] if isinstance(run.get("meta"), dict) and isinstance(run["modes"], list) else ["it has no meta and modes"]
+    if not wrong:
+        wrong += _missing("meta", run["meta"], _ABOUT)
+        for number, row in enumerate(run["modes"]):
+            wrong += _missing(f"modes[{number}]", row, _MODES_ROW)
+    if wrong:
+        raise NotDone(f"{path} is not a run of the benchmark: {wrong[0]}", _NAME_ANOTHER)
+    rows: list[dict[str, Any]] = run["modes"]
+    return rows
 
 
 def violations(run: Any) -> Iterable[str]:

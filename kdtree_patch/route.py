@@ -48,9 +48,9 @@ ROUTED: Final = frozenset({*(("kernel", mode) for mode in FORWARD_MODES), ("stoc
 # SGLang's names of the forward modes that are routed if they are asked for; verify calls have a method that tells.
 MODE_OF: Final = {"DRAFT_EXTEND": "draft_extend", "DRAFT_EXTEND_V2": "draft_extend", "EXTEND": "extend"}
 
-# From how many new tokens of a request on an extend call is left to the stock kernel, which then has enough programs to
-# fill a GPU. `python -m kdtree_patch bench --modes` finds out. On no GPU has it been run yet: until then it is
-# the kernel's own limit, and the mode is off unless it is asked for.
+# From how many new tokens of a request on an extend call is left to the stock kernel. `python -m kdtree_patch bench
+# --modes` finds out: on an H200 ours is 3 to 100 times as fast up to the limit of the kernel itself, which is therefore
+# the rule (docs/results/h200-modes.json).
 MOST_NEW_TOKENS: Final = MAX_Q_LEN
 
 

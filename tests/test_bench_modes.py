@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 
 from kdtree_patch import bench_measure, bench_modes
 from kdtree_patch.bench_shapes import KINDS, TRIALS, Shape, Trial
+from kdtree_patch.route import MOST_NEW_TOKENS
 from kdtree_patch.tiles import MAX_HEADS, MAX_Q_LEN
 from tests.fakes import FakeKernel, Stock
 from tests.support.bench import Command, bench_command, run_once
+
+REPO = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -149,6 +153,41 @@ def test_the_command(
     assert written["meta"]["command"] == "python -m kdtree_patch bench --modes extends"
     assert [row["kind"] for row in written["modes"]] == ["extends"]
     assert status == int(factor != 1.0) and ("WRONG: extends 1,2,2,5" in error) == (factor != 1.0)
+    again, shown, error = command("--from", path)
+    assert (again, shown) == (status, output) and ("WRONG: extends 1,2,2,5" in error) == (factor != 1.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda run: run.pop("meta"), "it has no meta and modes"),
+        (lambda run: run.update(modes={}), "it has no meta and modes"),
+        (lambda run: run["meta"].pop("gpu"), "meta has no gpu"),
+        (lambda run: run["modes"][7].update(q_len="9"), "modes[7] has '9' for q_len"),
+        (lambda run: run["modes"].append(None), "modes[140] is no object"),
+    ],
+    ids=["no meta", "modes of another kind", "meta", "row", "no row"],
+)
+def test_a_stored_run_that_is_none(damage: Callable[[Any], Any], says: str, command: Command, tmp_path: Path) -> None:
+    run = json.loads((REPO / "docs/results/h200-modes.json").read_text())
+    damage(run)
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(run))
+    status, _, error = command("--from", path)
+    assert status == 2 and f"{path} is not a run of the benchmark: {says}; nothing has been done" in error
+
+
+def test_a_stored_run_has_no_plot(command: Command, tmp_path: Path) -> None:
+    path = REPO / "docs/results/h200-modes.json"
+    status, _, error = command("--from", path, "--plot", tmp_path / "f.png")
+    assert status == 2 and f"{path} is of --modes, which has no plot; nothing has been done: leave out --plot" in error
+
+
+def test_the_rule_of_extends_is_what_was_measured() -> None:
+    """Beyond it an extend is left to the stock kernel; up to it ours was ahead wherever it was timed."""
+    run = json.loads((REPO / "docs/results/h200-modes.json").read_text())
+    ahead = f"extends: ahead everywhere up to q_len {MOST_NEW_TOKENS}: MOST_NEW_TOKENS in route.py"
+    assert bench_modes.verdicts(run["modes"])[-1] == ahead
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,9 @@ RUN_HERE = {
     f"{PATCHED} doctor -- {SERVICE}": Run("forward modes, if nothing but the options stands in the way", status=(0, 1)),
     f"{IN_VENV} kdtree_patch --help": Run("usage: python -m kdtree_patch"),
     f"{IN_VENV} kdtree_patch bench --from docs/results/h200.json --plot P.png": Run("ceilings: copy", leaves="P.png"),
+    f"{IN_VENV} kdtree_patch bench --from docs/results/h200-modes.json": Run(
+        "extends: ahead everywhere up to q_len 512"
+    ),
     f"{IN_VENV} kdtree_patch bench --predict": Run("PREDICTION, not a measurement"),
     f"{IN_VENV} tests.e2e --from docs/results/h200-e2e.json": Run("Verdict", status=(0, 1)),
     f"{IN_VENV} tests.e2e --from docs/results/h200x2-ranks.json": Run("PASS"),

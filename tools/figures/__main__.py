@@ -31,12 +31,14 @@ STYLE: Any = {"svg.hashsalt": "kdtree", "svg.fonttype": "none", "font.size": 9.0
 
 
 def pictures(repo: Path = REPO) -> Iterator[tuple[str, Any, Draw]]:
-    """Name, what is drawn, and how. Raises NotDone for a result that is neither kind of run."""
+    """Name, what is drawn, and how. Raises NotDone for a result that is no kind of run."""
     for path in sorted((repo / "docs" / "results").glob("*.json")):
         content = bench_report.read_json(path)
         if isinstance(content, dict) and "rows" in content:
             yield path.stem, bench_report.read_run(path), bench_report.plot
-        elif "speed" in (run := e2e_report.read_run(path)):  # of other runs there is nothing to draw
+        elif isinstance(content, dict) and "modes" in content:
+            bench_report.read_modes(content, path)  # of other kinds of run there is nothing to draw
+        elif "speed" in (run := e2e_report.read_run(path)):
             yield path.stem, run, e2e_report.plot
     kernel = layout.read(repo)
     yield "schedule", kernel["schedule"], layout.draw_schedule
