@@ -113,7 +113,7 @@ def test_a_tie_of_stocks_own_is_no_difference(bed: Bed) -> None:
 def test_a_token_that_is_none_of_stocks_best_two_is_no_tie(bed: Bed) -> None:
     # At token 20 the stand-in's best two are others than the token that the patched one says.
     assert run_tokens(bed, stock={"FAKE_MARGIN": "0.05"}, FAKE_DIFFER="20") != []
-    assert "inf apart" in bed.found("tokens as stock's")
+    assert "at token 20, with a token that is none of stock's best two" in bed.found("tokens as stock's")
 
 
 @pytest.mark.parametrize(("margin", "missed"), [("0.05", []), ("1.5", ["tokens as stock's"])])

@@ -88,7 +88,7 @@ def tokens_table(pairs: dict[str, list[dict[str, Any]]]) -> Table:
                 str(row["prompt"]),
                 row["how"],
                 "-" if row["differs_at"] is None else str(row["differs_at"]),
-                str(row.get("margin", ""))[:6],
+                "" if row.get("margin") is None else str(row["margin"])[:6],
                 f"{row['accept_stock']:.2f}",
                 f"{row['accept_patched']:.2f}",
             )

@@ -126,6 +126,7 @@ class Row:
     servers: Mapping[str, Server]
     windows: dict[str, list[Window]] = field(default_factory=dict)
     failed: bool = False  # it could not be measured once, and is missing
+    said: str = ""  # of it, last
 
     def measure(
         self, prompts: Sequence[Sequence[int]], alone: Callable[[Server], AbstractContextManager[None]]
@@ -215,10 +216,13 @@ def run(
         if row.failed:
             continue
         found = row.found()
-        record.say(
+        said = (
             f"{row.mode}, prompt {row.point.prefix:,}, batch {row.point.bs}: step {found['stock']['step_ms']:.1f} ms "
             f"stock, {found['patched']['step_ms']:.1f} ms patched; tokens/s x {found['times']}"
         )
+        if said != row.said:
+            record.say(said)
+        row.said = said
         record.save()
     if kernels and rows:
         with record.attempt("the kernels alone"):

@@ -56,15 +56,15 @@ def accept_length(answer: Answer) -> float:
     return float(answer["meta_info"].get("spec_accept_length") or 0.0)
 
 
-def margin(server: Server, text: Sequence[int], chosen: int) -> float:
-    """How far the best token after `text` is above the second, where `chosen` is one of the two; else infinity."""
+def margin(server: Server, text: Sequence[int], chosen: int) -> float | None:
+    """How far the best token after `text` is above the second; None if `chosen` is none of the two."""
     answer = server.client.generate([text], 1, return_logprob=True, top_logprobs_num=2)[0]
     try:
         best = answer["meta_info"]["output_top_logprobs"][0]
         (first, a, *_), (second, b, *_) = best[:2]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServiceError(f"{server.spec.name}: no log-probabilities in {str(answer)[:300]}") from error
-    return abs(first - second) if chosen in (a, b) else float("inf")
+    return abs(first - second) if chosen in (a, b) else None
 
 
 def compare(margins: Server, answers: dict[str, dict[str, list[Answer]]]) -> list[dict[str, Any]]:
@@ -93,7 +93,8 @@ def compare(margins: Server, answers: dict[str, dict[str, list[Answer]]]) -> lis
 
 def is_same(row: dict[str, Any]) -> bool:
     """The same tokens, up to a tie."""
-    return row["differs_at"] is None or row.get("margin", float("inf")) < TIE
+    margin = row.get("margin")
+    return row["differs_at"] is None or (margin is not None and margin < TIE)
 
 
 def describe(rows: Sequence[dict[str, Any]]) -> str:
@@ -102,7 +103,9 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if row["differs_at"] is not None:
             where = f"prompt {row['prompt']} {row['how']} at token {row['differs_at']}"
-            if "margin" in row:
+            if "margin" in row and row["margin"] is None:
+                where += ", with a token that is none of stock's best two"
+            elif "margin" in row:
                 where += f", where stock's best two are {row['margin']:.3f} apart"
             elif "no_margin" in row:
                 where += f" ({row['no_margin']})"
