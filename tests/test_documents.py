@@ -89,7 +89,7 @@ RUN_HERE = {
         "extends: ahead everywhere up to q_len 512"
     ),
     f"{IN_VENV} kdtree_patch bench --predict": Run("PREDICTION, not a measurement"),
-    f"{IN_VENV} tests.e2e --from docs/results/h200-e2e.json": Run("Verdict", status=(0, 1)),
+    f"{IN_VENV} tests.e2e --from docs/results/h200-e2e.json": Run("PASS"),
     f"{IN_VENV} tests.e2e --from docs/results/h200x2-ranks.json": Run("PASS"),
     "journalctl -u sglang-k26 | python -m kdtree_patch report -": Run("nothing found: 4 layer lines"),
     "python -m kdtree_patch report node0.log node1.log --plot rel.png": Run("8 layer lines", leaves="rel.png"),

@@ -9,6 +9,7 @@ so that no mutant quietly stops being one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,8 +22,11 @@ import pytest
 
 from kdtree_patch import tiles
 from kdtree_patch.compile import KERNELS, SOURCE_NAME, cached_binary, parts_of, sanitizer_runtime, with_pool
+from tests.support import check_build
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.support.check_build"])
 SANITIZER_FOUND = 99  # the exit status of a process in which a sanitizer has found something
 SANITIZER = {
     "ASAN_OPTIONS": f"detect_leaks=0:exitcode={SANITIZER_FOUND}",
@@ -566,8 +570,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "missing_taken_wait_of_sums",
         "sums are written over P while a value warpgroup reads it",
-        "    Base::wait_until_taken();\n    float* const s_spare",
-        "    float* const s_spare",
+        "    Base::wait_until_taken();\n    barrier_sync(barrier, kWarpgroup);  // all",
+        "    barrier_sync(barrier, kWarpgroup);  // all",
     ),
     Mutant(
         "missing_sum_barrier",
@@ -770,9 +774,28 @@ def check(target: str, config: str, *place: Path) -> list[str]:
     `place`: cache and sources, if not the usual ones. In a process of its own: a mutant may well crash it.
     """
     build, pool = parts_of(target)
-    command = [sys.executable, "-m", "tests.support.check_build", str(cached_binary(target, *place)), config]
-    command += [pool] if pool else []
-    variables = SANITIZER | {"LD_PRELOAD": sanitizer_runtime()} if build == "host-asan" else {}
+    library = cached_binary(target, *place)
+    if build == "host-asan":
+        return check_sanitized(library, config, pool)
+    # Forked from a process that has torch already, which takes longer to import than most faults to be found.
+    receiver, sender = FORKS.Pipe(duplex=False)
+    child = FORKS.Process(target=check_build.send_first_problem, args=(library, config, pool, sender), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        found: list[str] = receiver.recv()
+    except EOFError:
+        child.join(60)
+        assert child.exitcode is not None and child.exitcode < 0, f"exit status {child.exitcode}, see stderr"
+        return [f"killed by signal {-child.exitcode}"]
+    child.join(60)
+    return found
+
+
+def check_sanitized(library: Path, config: str, pool: str | None) -> list[str]:
+    """An interpreter of its own, as the sanitizer's library has to be the first."""
+    command = [sys.executable, "-m", "tests.support.check_build", str(library), config, *([pool] if pool else [])]
+    variables = SANITIZER | {"LD_PRELOAD": sanitizer_runtime()}
     child = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, timeout=900
     )

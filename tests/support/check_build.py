@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -93,8 +94,16 @@ def problems(library: Path, config: str, pool: torch.dtype | None) -> Iterator[s
                 yield f"{name}: {fault}"
 
 
-if __name__ == "__main__":
+def first_problem(library: Path, config: str, pool: str | None) -> list[str]:
     torch.set_num_threads(1)
-    of_pool = next((pool for pool, name in FP8_POOLS.items() if name in sys.argv[3:]), None)
-    for problem in itertools.islice(problems(Path(sys.argv[1]), sys.argv[2], of_pool), 1):
+    of_pool = next((dtype for dtype, name in FP8_POOLS.items() if name == pool), None)
+    return list(itertools.islice(problems(library, config, of_pool), 1))
+
+
+def send_first_problem(library: Path, config: str, pool: str | None, to: Connection) -> None:
+    to.send(first_problem(library, config, pool))
+
+
+if __name__ == "__main__":
+    for problem in first_problem(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None):
         print(problem)
