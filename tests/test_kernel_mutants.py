@@ -779,7 +779,9 @@ def check(target: str, config: str, *place: Path) -> list[str]:
         return check_sanitized(library, config, pool)
     # Forked from a process that has torch already, which takes longer to import than most faults to be found.
     receiver, sender = FORKS.Pipe(duplex=False)
-    child = FORKS.Process(target=check_build.send_first_problem, args=(library, config, pool, sender), daemon=True)
+    child = FORKS.Process(
+        target=check_build.send_first_problem, args=(library, config, pool, build == "host", sender), daemon=True
+    )
     child.start()
     sender.close()
     try:
