@@ -301,8 +301,8 @@ class Both:
 
     def _fetch(self) -> None:
         layers, tripped = self._comparison.fetched()
-        # Of which batch size, its number of elements tells.
-        if tripped is not None and self._ledger.disabled in (None, GUARD_ELSEWHERE):
+        # Whatever else has turned the kernel off meanwhile. Of which batch size, its number of elements tells.
+        if tripped is not None and self._ledger.disabled != GUARD:
             about = replace(self._graph_calls[tripped.size], layer=tripped.layer)
             snapshot = self._snapshot
             self._trip(about, tripped.found, None if snapshot is None else lambda: snapshot.taken(about))

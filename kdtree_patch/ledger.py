@@ -71,10 +71,10 @@ class Ledger:
         return True
 
     def disable(self, reason: str, message: str) -> None:
-        """Turns the kernel off for the life of the process, with one ERROR line. A guard that has tripped here as well
-        is said after that of another worker: where the fault is in all of them, its line must not hide this one.
+        """Turns the kernel off for the life of the process, with one ERROR line. A guard that has tripped here is said
+        after any other reason as well: in a graph it may have done so before, and the host learns of it later.
         """
-        if self.disabled is None or (self.disabled == GUARD_ELSEWHERE and reason == GUARD):
+        if self.disabled is None or (reason == GUARD and self.disabled != GUARD):
             self.disabled = reason
             self.first(("declined", reason))  # the calls that are declined from now on are counted; this line says why
             words = log.advised(reason, message)

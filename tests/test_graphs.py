@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -345,6 +346,94 @@ class Operations(TorchDispatchMode):
         tensors = [value for value in [*args, *(kwargs or {}).values()] if isinstance(value, torch.Tensor)]
         self.seen.add((str(function), *(str(tensor.dtype) for tensor in tensors)))
         return function(*args, **(kwargs or {}))
+
+
+# A trip that the host learns of late.
+
+
+def tripped_on_the_device() -> GraphBench:
+    """The figures are still there."""
+    bench = make(cases.GUARD, wrong=1.0, wrong_from=1)
+    bench.capture(4, 2)
+    assert rights(bench, 2) == [True] * 2
+    assert bench.ledger.disabled is None and bool(comparison_of(bench).tripped)
+    return bench
+
+
+def says_so(bench: GraphBench, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line of the trip, which is the last one, and of the file that tells the others."""
+    bench.settle()
+    assert bench.ledger.disabled == "guard"
+    assert str(Notice().look()).startswith("of=2 of_layer=0 ")
+    *_, line = errors(capsys)
+    assert "disabled reason=guard layer=0 " in line and " replay=1 " in line
+    return line
+
+
+@pytest.mark.parametrize("reason", ["launch_failed", "v_not_latent", "guard_failed", "guard_elsewhere"])
+def test_a_trip_is_said_whatever_else_has_turned_the_kernel_off(
+    reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = tripped_on_the_device()
+    bench.ledger.disable(reason, "first")
+    says_so(bench, capsys)
+    assert rights(bench, 1) == [True]
+    bench.settle()
+    assert errors(capsys) == []  # once
+
+
+def test_a_trip_is_said_after_a_launch_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = tripped_on_the_device()
+    bench.router.kernel.launch = fail
+    bench.eager(bench.cases([9, 10, 11, 12], 3))
+    assert bench.ledger.disabled == "launch_failed"
+    says_so(bench, capsys)
+
+
+def fail(*args: Any) -> None:
+    raise RuntimeError("too many resources")
+
+
+def test_a_trip_is_said_if_a_copy_was_under_way_when_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the step before it are, when another rank's notice turns off all that would ask for new ones."""
+    bench = make(cases.GUARD, wrong=1.0, wrong_from=1)
+    bench.capture(2)
+    done = True
+    comparison_of(bench)._event = SimpleNamespace(record=lambda: None, query=lambda: done)
+    rights(bench, 1)
+    bench.router.before_step()
+    done = False
+    rights(bench, 1)
+    Notice().post("of=0 of_layer=0")
+    bench.router.before_step()
+    assert bench.ledger.disabled == "guard_elsewhere"
+    done = True
+    bench.settle()
+    bench.settle()
+    assert "disabled reason=guard layer=0 " in errors(capsys)[-1]
+
+
+@pytest.mark.parametrize("what", ["metrics", "file"])
+def test_a_trip_is_said_whatever_else_fails_with_it(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = make(Settings(guard_rel=0.05, guard_dump=tmp_path), wrong=1.0)
+    bench.capture(2)
+    if what == "metrics":
+        bench.ledger.meters = SimpleNamespace(count=lambda *args: None, compared=fail, tripped=lambda: None)
+    else:
+        bench.router._both._snapshot.taken = fail
+    assert rights(bench, 1) == [True]
+    line = says_so(bench, capsys)
+    assert ('dump=none dump_error="RuntimeError: too many resources"' in line) == (what == "file")
+
+
+def test_a_capture_after_a_trip_that_the_host_does_not_know_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rehearsal does not take the offsets that the last replay has left for those of its own batch."""
+    bench = tripped_on_the_device()
+    bench.capture(4, 2)
+    assert rights(bench, 2, bs=4) == [True] * 2
+    assert "WARNING" not in capsys.readouterr().err
 
 
 def test_metadata_that_is_replayed_from_a_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
