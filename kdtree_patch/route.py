@@ -252,7 +252,8 @@ class VerifyRouter:
         except Exception as error:
             if is_fatal(error):
                 raise
-            self.ledger.disable("launch_failed", f"{type(error).__name__}: {error}")
+            # Graphs that do not compare have no switch.
+            self.ledger.disable("launch_failed", f"{type(error).__name__}: {error}", graphs=self._both is not None)
             return False
         return True
 

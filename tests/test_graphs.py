@@ -436,6 +436,48 @@ def test_a_capture_after_a_trip_that_the_host_does_not_know_of(capsys: pytest.Ca
     assert "WARNING" not in capsys.readouterr().err
 
 
+# A launch that fails without validation: graphs have no switch.
+
+
+@pytest.mark.parametrize("where", ["eager", "capture"])
+def test_graphs_that_do_not_compare_keep_the_kernel_and_the_line_says_so(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = make(Settings(), wrong=1.0)
+    real, kept = bench.router.kernel.launch, 2
+    if where == "eager":
+        bench.capture(2)
+        bench.router.kernel.launch = fail
+        bench.eager(bench.cases([9, 10, 11, 12], 3))
+    else:  # the second layer, with the first one recorded
+
+        def sometimes(*args: Any) -> None:
+            if FakeGraph.current is not None and args[2].data_ptr() == bench.layers[1].out.data_ptr():
+                fail()
+            real(*args)
+
+        bench.router.kernel.launch, kept = sometimes, 1
+        bench.capture(2)
+    assert bench.ledger.disabled == "launch_failed"
+    before = bench.ledger.counts.copy()
+    bench.replay(2, bench.cases([50, 20]))
+    assert bench.ledger.counts["kernel", "verify"] - before["kernel", "verify"] == kept
+    assert bench.ledger.counts["stock", "launch_failed"] - before["stock", "launch_failed"] == 2 - kept
+    (line,) = errors(capsys)
+    assert "eager verify calls run stock from here on, CUDA graphs go on with what they have captured until a " in line
+
+
+def test_graphs_that_compare_go_stock_after_a_launch_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = make(cases.VALIDATE, wrong=1.0)
+    bench.capture(2)
+    bench.router.kernel.launch = fail
+    bench.eager(bench.cases([9, 10, 11, 12], 3))
+    assert rights(bench, 2) == [True] * 2
+    assert bench.ledger.counts["stock", "launch_failed"] == 2 + 2 * 2
+    (line,) = errors(capsys)
+    assert line.endswith("; verify calls run stock from here on")
+
+
 def test_metadata_that_is_replayed_from_a_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """SGLANG_ENABLE_METADATA_GLUE_GRAPH: the host no longer comes by before a replay."""
     bench = make(cases.VALIDATE)
