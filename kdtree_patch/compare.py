@@ -8,7 +8,9 @@ the host. The host comes by once a step, in `before_step`, and reads what an ear
 that the guard of another rank has tripped (`notice.py`): then this one goes stock as well, as for any other reason.
 
 Between compared steps the stock kernel in a graph is given offsets that say "no requests", so it has nothing to do:
-`KDTREE_VALIDATE_EVERY` means the same in a graph as without. Knows torch, and nothing of SGLang.
+`KDTREE_VALIDATE_EVERY` means the same in a graph as without. The graph itself writes them, from the flags and the
+batch that it finds: so it takes no stock result that has not been computed, whether or not the host has prepared the
+replay. All that the host writes are the two flags. Knows torch, and nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -42,12 +44,11 @@ Served = tuple[str, str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """Memory that a graph reads, and that is written before each of its replays."""
+    """Memory that a graph writes at its beginning, for all of its layers."""
 
     # Offsets for the stock kernel: those of the batch, or zeros where it is to have nothing to do.
     gates: dict[str, torch.Tensor]
     padding: torch.Tensor  # (tokens), which of them are
-    lengths: torch.Tensor  # (requests), scratch memory to find out
 
 
 @dataclass
@@ -55,8 +56,7 @@ class Recording:
     """What was recorded while one batch size was captured. A second capture of it begins a new one."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    switched: bool = False  # the graph itself chooses between the two results
-    call: guard.Call | None = None  # what its lines say, and SGLang's buffers of offsets
+    call: guard.Call | None = None  # what its lines say
     work: Work | None = None
 
 
@@ -111,7 +111,6 @@ class Both:
         self._replays = 0
         self._unfetched = False
         self._told = False  # the graphs know that the kernel is off
-        self._prepared: Recording | None = None  # the graph that a replay was last prepared for
 
     # ----------------------------------------------------------------------------------------------------------- eager
 
@@ -123,7 +122,7 @@ class Both:
         """
         if self._warming_up:
             self._ledger.harmlessly("validation", lambda: self._check_v(routed))
-            self._ledger.harmlessly("preparing validation", lambda: self._compute(routed, capturing=False))
+            self._ledger.harmlessly("preparing validation", lambda: self._compute(routed, None))
             return False
         return self._steps.due(routed.layer)
 
@@ -146,21 +145,15 @@ class Both:
             found = difference(*pair, self._scratch(served, capturing=False), _beyond(routed))
             self._say(routed.layer, found)
             if self._limit is not None and found.exceeds(self._limit):
-                self._trip(
-                    guard.Call.of(routed.values, routed.layer, routed.scale), found, _layer(routed.values, *pair)
-                )
+                about = guard.Call.of(routed.values, routed.layer, routed.scale)
+                self._trip(about, found, lambda: (about, _layer(routed.values, *pair)))
                 if ours:
                     served.copy_(other)
                     ours = False
 
-        if (
-            self._ledger.disabled is None
-            and not self._ledger.harmlessly("validation", compare)
-            and self._limit is not None
-        ):
-            # A guard that cannot look is none.
-            self._ledger.disable("guard_failed", f"a call of layer {routed.layer} could not be compared")
-            if ours:
+        if self._ledger.disabled is None and not self._ledger.harmlessly("validation", compare):
+            self._cannot_look(f"a call of layer {routed.layer} could not be compared")
+            if ours and self._limit is not None:
                 ours, result = False, self._stock(routed.args, routed.kwargs)
         return ("kernel", routed.mode, None) if ours else ("stock", self._ledger.disabled or "shadow", result)
 
@@ -176,7 +169,8 @@ class Both:
     def capture_begins(self) -> None:
         """The eager calls until the next step prepare a capture."""
         self._warming_up = True
-        self._comparison.set_due(False)
+        if not self._ledger.harmlessly("preparing a capture", lambda: self._comparison.set_due(False)):
+            self._cannot_look("a capture could not be prepared")
 
     def record(self, routed: Routed, recording: Recording) -> Served:
         """A call under a capture: records both kernels, the comparison, and the choice of the result."""
@@ -186,7 +180,7 @@ class Both:
         elif not self._launch(routed.values, routed.values["o_extend"], routed.scale):
             return "stock", self._ledger.disabled or "shadow", self._stock(routed.args, routed.kwargs)
         try:
-            work = self._compute(routed, capturing=True)
+            self._compute(routed, recording)
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -196,35 +190,31 @@ class Both:
                 )
                 log.get_logger().warning(words, type(error).__name__, error)
             return "stock", "validation_failed", result if shadow else self._stock(routed.args, routed.kwargs)
-        if work is not None:
-            recording.work = work
-            if recording.call is None:
-                # What outlives the capture: no tensor of the layer's, as they are the graph's own memory.
-                recording.call = guard.Call.of(routed.values, routed.layer, routed.scale, replay=True)
-                self._graph_calls[recording.call.elements] = recording.call
-            recording.call.pools[routed.layer] = guard.Pool.of(routed.values)
         if shadow:
             return "stock", self._ledger.disabled or "shadow", result
-        recording.switched = True
         return "kernel", routed.mode, None
 
-    def _compute(self, routed: Routed, capturing: bool) -> Work | None:
+    def _compute(self, routed: Routed, recording: Recording | None) -> None:
         """Everything that a graph has beside the result that is served at first. Raises NotPrepared under a capture.
 
-        Outside of one it is the rehearsal. No step is due then, so it changes nothing but scratch memory.
+        Without a recording it is the rehearsal. No step is due then, so it changes nothing but scratch memory.
         """
         values, layer, out = routed.values, routed.layer, routed.values["o_extend"]
+        capturing = recording is not None
         if not 0 <= layer < LAYERS:
             raise NotPrepared(f"layer {layer}, where {LAYERS} are told apart")
         if out.shape[0] != (values["qo_indptr"].numel() - 1) * values["max_len_extend"]:
             raise NotPrepared("a captured batch whose requests have different numbers of tokens")
         other, scratch = self._second_output(out, capturing), self._scratch(out, capturing)
-        work = self._work(values, capturing)
+        if recording is None:
+            work = self._begin(guard.Call.of(values, layer, routed.scale), capturing=False)
+        else:
+            work = self._begun(routed, recording)
         if self._snapshot is not None and not capturing:
             self._snapshot.prepare(values)
         if self._shadow:
             if not self._launch(values, other, routed.scale):
-                return None
+                return
             ours, stock = other, out
         else:
             self._stock(routed.args, routed.kwargs, o_extend=other, **work.gates)
@@ -234,16 +224,48 @@ class Both:
             self._snapshot.record(self._comparison.hit, _layer(values, ours, stock), capturing)
         if not self._shadow:
             torch.where(self._comparison.tripped, stock, ours, out=ours)
-        return work
+
+    def _begun(self, routed: Routed, recording: Recording) -> Work:
+        """The work of a graph, which begins with the first layer that is recorded."""
+        if recording.work is None or recording.call is None or routed.layer == recording.call.layer:
+            # What outlives the capture: no tensor of the layer's, as they are the graph's own memory.
+            recording.call = guard.Call.of(routed.values, routed.layer, routed.scale, replay=True)
+            self._graph_calls[recording.call.elements] = recording.call
+            recording.work = self._begin(recording.call, capturing=True)
+        recording.call.pools[routed.layer] = guard.Pool.of(routed.values)
+        return recording.work
+
+    def _begin(self, call: guard.Call, capturing: bool) -> Work:
+        """What a graph does first: finds out which tokens of its batch are padding, and lets the stock kernel have the
+        requests, or none.
+        """
+        offsets = {name: call.offsets(name) for name in ("qo_indptr", "kv_indptr")}
+        requests = offsets["qo_indptr"].numel() - 1
+        gates = {
+            # Room for 64 bits each: eager batches and captured ones differ in the type.
+            name: self._buffers.get(name, requests + 1, tensor.dtype, capturing, room_for=torch.int64)
+            for name, tensor in offsets.items()
+        }
+        padding = self._buffers.get("padding", requests * call.q_len, torch.bool, capturing)
+        lengths = self._buffers.get("lengths", requests, torch.int64, capturing)
+        self._comparison.set_padding(offsets["kv_indptr"], lengths, padding, call.elements)
+        torch.logical_or(self._comparison.due, self._comparison.tripped, out=self._open)
+        for name, gate in gates.items():
+            torch.mul(offsets[name], self._open, out=gate)
+        return Work(gates, padding)
 
     # --------------------------------------------------------------------------------------------------------- replays
 
     def before_step(self) -> None:
         """A batch is about to be prepared: what the last replay has left behind is still there."""
         self._warming_up = False
-        self._ledger.harmlessly("fetching what validation has found", self._fetch)
+        if not self._ledger.harmlessly("fetching what validation has found", self._fetch):
+            self._cannot_look("what validation has found could not be fetched")
         if not self._told:
-            self._ledger.harmlessly("looking whether another rank's guard has tripped", self._heed)
+            if not self._ledger.harmlessly("looking whether another rank's guard has tripped", self._heed):
+                self._cannot_look("nobody knows whether another rank's guard has tripped")
+            # Here and not before a replay alone: with a metadata graph the host does not come by there.
+            self._tell_graphs()
 
     def _heed(self) -> None:
         """Goes stock if another worker's guard has tripped."""
@@ -253,67 +275,69 @@ class Both:
                 own = log.fields({"tp_rank": self._rank})
                 words = f"{own} {posted} the guard of another worker of this service has tripped"
                 self._ledger.disable(GUARD_ELSEWHERE, words)
-        # Here and not before a replay alone: with a metadata graph the host does not come by there.
-        self._tell_graphs()
 
     def _tell_graphs(self) -> None:
-        """That the kernel is off, if it is; in the order of the current stream."""
-        if self._ledger.disabled is not None and not self._told:
-            self._told = True
+        """That the kernel is off, if it is; in the order of the current stream. It is tried until it succeeds."""
+        if self._ledger.disabled is None or self._told:
+            return
+        try:
             self._comparison.trip()
-            if self._prepared is not None:
-                # Whose replay may still come: it would take a stock result that nobody has written.
-                self.open_gates(self._prepared)
+            self._told = True
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            if self._ledger.first("graphs that cannot be told"):
+                log.get_logger().error(
+                    "CUDA graphs could not be told that the kernel is off: %s: %s; they go on with it until a later "
+                    "step can tell them: report it, unless it is memory",
+                    type(error).__name__,
+                    error,
+                )
+
+    @property
+    def off_in_graphs(self) -> str | None:
+        """The code for which captured graphs serve the stock result, or None while they serve the kernel's."""
+        return self._ledger.disabled if self._told else None
 
     def _fetch(self) -> None:
         layers, tripped = self._comparison.fetched()
+        # Whatever else has turned the kernel off meanwhile. Of which batch size, its number of elements tells.
+        if tripped is not None and self._ledger.disabled != GUARD:
+            about = replace(self._graph_calls[tripped.size], layer=tripped.layer)
+            snapshot = self._snapshot
+            self._trip(about, tripped.found, None if snapshot is None else lambda: snapshot.taken(about))
         for one in layers:
             self._say(one.layer, one.found)
-        if tripped is not None and self._ledger.disabled in (None, GUARD_ELSEWHERE):
-            # In a replay, a step or two ago. Of which batch size, its number of elements tells.
-            about, tensors = replace(self._graph_calls[tripped.size], layer=tripped.layer), None
-            if self._snapshot is not None:
-                about, tensors = self._snapshot.taken(about)
-            self._trip(about, tripped.found, tensors)
+        if self._unfetched and self._comparison.fetch():
+            self._unfetched = False
         if self._snapshot is not None:
             self._snapshot.after_replay(self._comparison.tripped)
-        if self._unfetched:
-            self._unfetched = False
-            self._comparison.fetch()
 
     def replay_begins(self, recording: Recording) -> None:
         """Its metadata is in place. All of this is ordered on the current stream, like the metadata."""
-        self._ledger.harmlessly("preparing a replay", lambda: self._prepare_replay(recording))
+        if not self._ledger.harmlessly("preparing a replay", lambda: self._prepare_replay(recording)):
+            self._cannot_look("a replay could not be prepared")
+        self._tell_graphs()
 
     def _prepare_replay(self, recording: Recording) -> None:
-        self._tell_graphs()
+        if self._snapshot is not None:
+            self._snapshot.of = recording.call
         due = self._ledger.disabled is None and self._replays % self._every == 0
         self._replays += 1
         self._unfetched |= due
         self._comparison.set_due(due)
-        self.open_gates(recording)
-        self._prepared = recording
-        if self._snapshot is not None:
-            self._snapshot.of = recording.call
 
-    def preparation_is_captured(self, recording: Recording) -> None:
+    def preparation_is_captured(self) -> None:
         """The preparation itself is replayed from a graph, as it is now: nobody comes by to say which step is due."""
-        if self._limit is not None:  # a guard that never looks is none
-            why = "the guard cannot look at replays whose metadata is replayed from a graph"
-            self._ledger.disable("guard_failed", f"{why}: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
-        self.open_gates(recording)
-
-    def open_gates(self, recording: Recording) -> None:
-        """Lets the stock kernel of the replay to come have its requests, or none; says which tokens are padding."""
-        call, work = recording.call, recording.work
-        if call is None or work is None:
-            return
-        self._comparison.set_padding(call.offsets("kv_indptr"), work.lengths, work.padding, call.elements)
-        torch.logical_or(self._comparison.due, self._comparison.tripped, out=self._open)
-        for name, gate in work.gates.items():
-            torch.mul(call.offsets(name), self._open, out=gate)
+        why = "the guard cannot look at replays whose metadata is replayed from a graph"
+        self._cannot_look(f"{why}: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
 
     # -------------------------------------------------------------------------------------------------- what they share
+
+    def _cannot_look(self, why: str) -> None:
+        """A guard that cannot look is none."""
+        if self._limit is not None:
+            self._ledger.disable("guard_failed", why)
 
     def _say(self, layer: int, found: Difference) -> None:
         if self._validate:
@@ -321,15 +345,17 @@ class Both:
         if self._ledger.meters is not None:
             self._ledger.meters.compared(layer, found.rel)
 
-    def _trip(self, about: guard.Call, found: Difference, tensors: guard.Tensors | None) -> None:
-        """Turns the kernel off, with the one line; `tensors` are the layer's, for the file, where there is one."""
+    def _trip(
+        self, about: guard.Call, found: Difference, kept: Callable[[], tuple[guard.Call, guard.Tensors]] | None
+    ) -> None:
+        """Turns the kernel off, with the one line; `kept` finds what the file is to have, where there is one."""
         if self._notice is not None:  # before the file, which may take a while
             self._notice.post(log.fields({"of": self._rank, "of_layer": about.layer}))
         saved: dict[str, object] = {}
-        if self._dump is not None and tensors is not None:
+        if self._dump is not None and kept is not None:
             details = {**self._facts, "figures": found.figures(), "limit": self._limit}
             try:
-                saved = guard.save(self._dump, about, tensors, details)
+                saved = guard.save(self._dump, *kept(), details)
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -341,16 +367,6 @@ class Both:
 
     def _scratch(self, out: torch.Tensor, capturing: bool) -> torch.Tensor:
         return self._buffers.get("scratch", scratch_elements(out), torch.float64, capturing)
-
-    def _work(self, values: Mapping[str, Any], capturing: bool) -> Work:
-        tokens, offsets = values["q_extend"].shape[0], values["qo_indptr"].numel()
-        gates = {}
-        for name in ("qo_indptr", "kv_indptr"):
-            # Room for 64 bits each: eager batches and captured ones differ in the type.
-            dtype = values[name].dtype
-            gates[name] = self._buffers.get(name, offsets, dtype, capturing, room_for=torch.int64)
-        padding = self._buffers.get("padding", tokens, torch.bool, capturing)
-        return Work(gates, padding, self._buffers.get("lengths", offsets - 1, torch.int64, capturing))
 
 
 def _beyond(routed: Routed) -> torch.Tensor | None:

@@ -70,15 +70,22 @@ class Ledger:
         self._said.add(what)
         return True
 
-    def disable(self, reason: str, message: str) -> None:
-        """Turns the kernel off for the life of the process, with one ERROR line. A guard that has tripped here as well
-        is said after that of another worker: where the fault is in all of them, its line must not hide this one.
+    def disable(self, reason: str, message: str, graphs: bool = True) -> None:
+        """Turns the kernel off for the life of the process, with one ERROR line. A guard that has tripped here is said
+        after any other reason as well: in a graph it may have done so before, and the host learns of it later.
+
+        `graphs` says whether CUDA graphs that are captured already go stock, too.
         """
-        if self.disabled is None or (self.disabled == GUARD_ELSEWHERE and reason == GUARD):
+        if self.disabled is None or (reason == GUARD and self.disabled != GUARD):
             self.disabled = reason
             self.first(("declined", reason))  # the calls that are declined from now on are counted; this line says why
-            words = log.advised(reason, message)
-            log.get_logger().error("disabled reason=%s %s; verify calls run stock from here on", reason, words)
+            form = (
+                "disabled reason=%s %s; verify calls run stock from here on"
+                if graphs
+                else "disabled reason=%s %s; eager verify calls run stock from here on, CUDA graphs go on with what "
+                "they have captured until a restart"
+            )
+            log.get_logger().error(form, reason, log.advised(reason, message))
             if reason == GUARD and self.meters is not None:
                 self.meters.tripped()
 

@@ -252,7 +252,8 @@ class VerifyRouter:
         except Exception as error:
             if is_fatal(error):
                 raise
-            self.ledger.disable("launch_failed", f"{type(error).__name__}: {error}")
+            # Graphs that do not compare have no switch.
+            self.ledger.disable("launch_failed", f"{type(error).__name__}: {error}", graphs=self._both is not None)
             return False
         return True
 
@@ -290,17 +291,19 @@ class VerifyRouter:
                 )
                 log.get_logger().warning(words)
             if self._both is not None:
-                self._both.preparation_is_captured(recording)
+                self._both.preparation_is_captured()
             return
+        off = None
+        if self._both is not None:
+            self._both.replay_begins(recording)
+            off = self._both.off_in_graphs
         for (route, reason), calls in recording.counts.items():
-            if route == "kernel" and recording.switched and self.ledger.disabled is not None:
-                route, reason = "stock", self.ledger.disabled
+            if route == "kernel" and off is not None:
+                route, reason = "stock", off
             if (route, reason) in ROUTED:
                 self.ledger.count_routed(route, reason, calls)
             else:
                 self.ledger.count(route, reason, calls)
-        if self._both is not None:
-            self._both.replay_begins(recording)
 
     def _recording(self, call: Mapping[str, Any]) -> Recording:
         offsets = call.get("qo_indptr")

@@ -242,20 +242,21 @@ class Comparison:
         self._fetched = torch.zeros(2, LAYERS, FIGURES, dtype=torch.float64, pin_memory=on_gpu)
         self._event: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
         self._under_way = False
-        self._due = False
+        self._due: bool | None = None  # what `due` holds; None: nobody knows
 
     def set_due(self, due: bool) -> None:
         """For the replays to come, in the order of the current stream."""
-        if due != self._due:
-            self._due = due
+        if due is not self._due:
+            self._due = None
             self.due.fill_(due)
+            self._due = due
 
     def trip(self) -> None:
         """Turns the kernel off in graphs that are captured already, in the order of the current stream."""
         self.tripped.fill_(True)
 
     def set_padding(self, kv_indptr: torch.Tensor, lengths: torch.Tensor, padding: torch.Tensor, size: int) -> None:
-        """For the replay to come: which of its tokens are padding, of `size` elements of output in all. `lengths` is
+        """For the calls to come: which of their tokens are padding, of `size` elements of output in all. `lengths` is
         scratch memory, one for each request.
 
         SGLang pads with requests of prefix 1, whose mask is whatever was there before. On such a mask the two kernels
@@ -297,15 +298,18 @@ class Comparison:
         self._sums[1, layer].addcmul_(weighted, self._hit_weight)
         self.tripped.logical_or_(self.hit)
 
-    def fetch(self) -> None:
-        """Asks for a copy of the sums, and begins new ones, in the order of the current stream. Does not wait."""
+    def fetch(self) -> bool:
+        """Asks for a copy of the sums, and begins new ones, in the order of the current stream. Does not wait. False if
+        there is a copy under way already: what has come since then is in none.
+        """
         if self._under_way:
-            return
+            return False
         self._fetched.copy_(self._sums, non_blocking=True)
         self._sums[0].zero_()
         if self._event is not None:
             self._event.record()
         self._under_way = True
+        return True
 
     def fetched(self) -> tuple[list[Compared], Compared | None]:
         """What `fetch` has brought: the layers that were compared, and the call that tripped. Empty while it is under

@@ -272,6 +272,35 @@ def the_dump_of_a_replay_has_the_inputs_of_that_call(make: Make, folder: Path) -
     assert rel(results["ours"][:tokens] - 1, expected) < 0.1  # what was added has cost it some digits
 
 
+def a_replay_that_nobody_prepared(make: Make, every: int) -> None:
+    """Nobody told the router of it: the graph itself reads what batch it has. A right kernel does not trip it, and
+    after a trip the stock result is that of the batch at hand.
+    """
+    bench = make(Settings(guard_rel=0.05, validate_every=every), wrong=1.0, wrong_from=2)
+    bench.capture(4, 2)
+    for seed, prefixes in enumerate([[5, 20], [200, 90]]):
+        cases = bench.cases(prefixes, seed)
+        if seed == 0:
+            bench.replay(2, cases)
+        else:
+            assert _is_right_as_it_is(bench, cases)
+    bench.settle()
+    assert bench.ledger.disabled is None
+    bench.replays = 2
+    bench.replay(4, bench.cases([7, 8, 9]))
+    while bench.ledger.disabled is None:
+        bench.replay(4, bench.cases([7, 8, 9]))
+    assert _is_right_as_it_is(bench, bench.cases([300, 40], seed=3))
+
+
+def _is_right_as_it_is(bench: GraphBench, cases: list[Case]) -> bool:
+    bench.write_metadata(cases, 2)
+    bench.graphs[2].replay()
+    live = cases[0].q.shape[0]
+    pairs = zip(bench.layers, cases, strict=True)
+    return all(rel(layer.out[:live], reference(case)) < LIMIT[case.out.dtype] for layer, case in pairs)
+
+
 def padding_does_not_trip(make: Make) -> None:
     """A padded request whose result differs, and is not even a number, is nobody's."""
     bench = make(GUARD, wrong=torch.nan, wrong_request=3)

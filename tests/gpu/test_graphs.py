@@ -92,6 +92,11 @@ def test_the_dump_of_a_replay_has_the_inputs_of_that_call(make: cases.Make, tmp_
     cases.the_dump_of_a_replay_has_the_inputs_of_that_call(make, tmp_path)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_replay_that_nobody_prepared(make: cases.Make, every: int) -> None:
+    cases.a_replay_that_nobody_prepared(make, every)
+
+
 def test_padding_does_not_trip(make: cases.Make) -> None:
     cases.padding_does_not_trip(make)
 
