@@ -15,9 +15,13 @@ from pathlib import Path
 import pytest
 
 from kdtree_patch import __version__, boot
+from tests import stand_in
 from tests.support.env import RELEASES, REPO, child_env, sglang_dir
+from tests.test_doctor import Host, assert_reason, fact
 
 MODULE = boot.BACKEND_MODULE
+# Each start of SGLang's takes ten seconds, so most things are tried on one release.
+NEWEST = RELEASES[-1]
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins()"
 WRAPPED = f"""
 import {MODULE} as backend
@@ -120,14 +124,17 @@ def test_sglang_finds_the_plugin(site: Path, release: str) -> None:
     assert lines(done) == []
 
 
+def test_an_empty_list_of_plugins_is_none(site: Path) -> None:
+    done = python(LOAD + WRAPPED, site, sglang_dir(NEWEST), SGLANG_PLUGINS="")
+    assert done.stdout.splitlines()[-1] == "1 1"
+
+
 def test_other_plugins_alone(site: Path, release: str) -> None:
     code = f"{LOAD}; import sys; print('kdtree_patch' in sys.modules)"
     done = python(code, site, sglang_dir(release), SGLANG_PLUGINS="somebody_elses")
     assert done.stdout.splitlines()[-1] == "False"
 
 
-# Each start of SGLang's takes ten seconds, so these are tried on one release.
-NEWEST = RELEASES[-1]
 ORDERS = {
     "plugin first": f"{LOAD}\nfrom kdtree_patch import plugin; plugin.install(){WRAPPED}",
     "backend first": f"import {MODULE}\n{LOAD}{WRAPPED}",
@@ -164,3 +171,50 @@ def test_a_door_that_breaks_does_not_raise(monkeypatch: pytest.MonkeyPatch, caps
     plugin.install()
     line = "[kdtree] declined reason=boot_failed OSError: no; please report it; the service runs stock\n"
     assert capsys.readouterr().err == line
+
+
+# ---------------------------------------------------------------------------------------------- what doctor says of it
+
+
+@pytest.fixture
+def host(site: Path, tmp_path: Path) -> Host:
+    """The wheel in one folder with everything else, as pip puts it, and a SGLang that has plugins."""
+    folder = tmp_path / "site-packages"
+    shutil.copytree(site, folder)
+    stand_in.write(folder, "0.5.12")
+    (folder / "sglang" / "srt" / "plugins").mkdir()
+    (folder / "sglang" / "srt" / "plugins" / "__init__.py").touch()
+    (tmp_path / "host").mkdir()
+    return Host(tmp_path / "host", folder, (9, 0))
+
+
+@pytest.mark.parametrize("variables", [{}, {"SGLANG_PLUGINS": ""}, {"SGLANG_PLUGINS": "other, kdtree"}], ids=str)
+def test_doctor_of_a_wheel_that_is_loaded(host: Host, variables: dict[str, str]) -> None:
+    """SGLang takes an empty SGLANG_PLUGINS for one that is not set: test_an_empty_list_of_plugins_is_none."""
+    document = host.says(path=(host.sglang,), **variables)
+    assert document["verdict"] == "serve", document["because"]
+    said = f"kdtree_patch {__version__}, through SGLang's plugins alone"
+    assert fact(document, "sitecustomize", "the patch") == said
+    assert fact(document, "SGLang", "version").startswith("0.5.12, ")
+
+
+def test_doctor_of_a_wheel_that_sglang_is_told_to_leave_out(host: Host) -> None:
+    """A wheel has no sitecustomize: no PYTHONPATH would help."""
+    document = host.says(path=(host.sglang,), SGLANG_PLUGINS="other")
+    assert_reason(
+        document, "stock", "SGLANG_PLUGINS=other leaves kdtree out: add kdtree to SGLANG_PLUGINS, or unset it"
+    )
+    assert "PYTHONPATH" not in document["because"][0]
+
+
+def test_doctor_of_a_wheel_without_its_entry_point(host: Host) -> None:
+    (info,) = host.sglang.glob("kdtree_patch-*.dist-info")
+    shutil.rmtree(info)
+    assert_reason(host.says(path=(host.sglang,)), "stock", f"the package in {host.sglang}", "install it with pip")
+
+
+def test_doctor_of_a_wheel_in_a_release_without_plugins(host: Host) -> None:
+    shutil.rmtree(host.sglang / "sglang" / "srt" / "plugins")
+    assert_reason(
+        host.says(path=(host.sglang,)), "stock", "plugins: this release has none", "put a checkout on PYTHONPATH"
+    )
