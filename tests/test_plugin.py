@@ -37,16 +37,33 @@ print(wrappers(methods["__init__"]), wrappers(methods["forward_extend"]))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the files, as setuptools leaves some of its own beside them."""
-    folder = tmp_path_factory.mktemp("wheel")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files, as setuptools leaves some of its own beside them."""
+    folder = tmp_path_factory.mktemp("checkout")
     for name in ("kdtree_patch", "kernels"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "sitecustomize.py"):
         shutil.copy(REPO / name, folder)
+    return folder
+
+
+def build(folder: Path) -> Path:
+    shutil.rmtree(folder / "out", ignore_errors=True)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "out"), str(folder))
     (built,) = (folder / "out").glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    """Of the second of two builds: what is gone since the first does not go along."""
+    gone = [checkout / "kdtree_patch" / "gone.py", checkout / "kernels" / "host" / "gone.h"]
+    for path in gone:
+        path.touch()
+    assert sum("gone" in name for name in zipfile.ZipFile(build(checkout)).namelist()) == len(gone)
+    for path in gone:
+        path.unlink()
+    return build(checkout)
 
 
 @pytest.fixture(scope="module")
