@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pip._internal.commands import create_command
 
 from deploy import options as deploy_options
 from kdtree_patch import (
@@ -109,6 +110,15 @@ ELSEWHERE = {
         "tests/test_e2e_command.py::test_the_runs_follow_each_other_and_are_written_down"
     ),
     f"{IN_VENV} kdtree_patch bench --host": "tests/test_bench.py::test_host_time_without_a_gpu",
+    "python -m pip install '/opt/kdtree_patch[cuda13]'": "tests/test_plugin.py::test_an_extra_brings_wrapt_and_cupy",
+    "python -m pip wheel --no-deps --wheel-dir /tmp /opt/kdtree_patch": (
+        "tests/test_plugin.py::test_the_wheel_has_the_package_and_the_kernels_and_nothing_else"
+    ),
+    f"cd / && python -m kdtree_patch doctor -- {SERVICE}": (
+        "tests/test_plugin.py::test_doctor_of_a_wheel_that_is_loaded"
+    ),
+    f"KDTREE_MODE=shadow {SERVICE}": "tests/test_plugin.py::test_sglang_finds_the_plugin",
+    "python -m pip uninstall kdtree-patch": "tests/test_plugin.py::test_nothing_of_the_package_is_left",
     f"{PATCHED} doctor --compile -- {SERVICE}": "tests/test_doctor.py::test_what_compile_and_self_test_find",
     f"{PATCHED} selftest": "tests/test_selftest.py::test_on_the_cpu",
     f"{PATCHED} compile": "tests/test_compile.py::test_command_prints_a_table_and_fills_the_cache",
@@ -187,6 +197,8 @@ def test_its_real_parser_takes_every_command(command: str, tmp_path: Path, monke
         ("python -m sglang.launch_server --attention-backend flashinfer --speculative-algorithm EAGLE", "flashinfer"),
         ("DEPLOY_HOST=h1 python -m deploy status", "UNIT is missing"),
         ("kdtree report x.log", "kdtree"),
+        ("python -m pip install /opt/kdtree_patch --wheel", "no such option: --wheel"),
+        ("python -m pip install '/opt/kdtree_patch[cuda14]'", "cuda14"),
     ],
 )
 def test_and_refuses_wrong_ones(command: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +256,15 @@ def parse_module(module: str, words: list[str], given: dict[str, str], command: 
                 our_parser().parse_args(words) if module == "kdtree_patch" else e2e.parse(words)
             except SystemExit as end:
                 assert end.code == 0, heard.getvalue()
+    elif module == "pip":
+        heard = io.StringIO()
+        with contextlib.redirect_stderr(heard):
+            try:
+                _, rest = create_command(words[0]).parse_args(words[1:])
+            except SystemExit as end:
+                raise AssertionError(heard.getvalue()) from end
+        extras = re.findall(r"^(\w+) = \[\"cupy", (REPO / "pyproject.toml").read_text(), re.MULTILINE)
+        assert {extra for word in rest for extra in re.findall(r"\[(.*)\]", word)} <= {*extras}, rest
     elif module == "deploy":
         assert words[0] in DEPLOY_TARGETS
         deploy_options.Options.from_environ(given)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +111,38 @@ def test_the_wheel_says_its_version_and_its_licence(wheel: Path) -> None:
     assert facts.get_all("License-File") == ["LICENSE"]
     assert archive.read(f"{info}/licenses/LICENSE") == (REPO / "LICENSE").read_bytes()
     assert b"Apache License\n                           Version 2.0" in (REPO / "LICENSE").read_bytes()
+
+
+@pytest.fixture(scope="module", params=["cuda12", "cuda13"])
+def extra(request: pytest.FixtureRequest, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of the extra, and where the folder is installed with it, from an index that has two wheels."""
+    index, site = tmp_path_factory.mktemp("index"), tmp_path_factory.mktemp("site") / "site"
+    for name, version in (("wrapt", "1.16"), ("cupy-cuda12x", "13.6"), ("cupy-cuda13x", "13.6")):
+        stem = f"{name.replace('-', '_')}-{version}"
+        with zipfile.ZipFile(index / f"{stem}-py3-none-any.whl", "w") as file:
+            file.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            file.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(f"{stem}.dist-info/RECORD", "")
+    only_there = ("--no-build-isolation", "--no-index", "--find-links", str(index))
+    pip("install", *only_there, "--target", str(site), f"{checkout}[{request.param}]")
+    return request.param, site
+
+
+def test_an_extra_brings_wrapt_and_cupy(extra: tuple[str, Path]) -> None:
+    name, site = extra
+    brought = {one.metadata["Name"] for one in importlib.metadata.distributions(path=[str(site)])}
+    assert brought == {"kdtree-patch", "wrapt", f"cupy-{name}x"}
+
+
+def test_nothing_of_the_package_is_left(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, as pip uninstalls from one alone."""
+    venv.create(tmp_path / "venv")
+    there = ("--python", str(tmp_path / "venv"))
+    (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    pip(*there, "install", "--no-deps", "--no-index", str(wheel))
+    assert (site / "kdtree_patch" / "kernels").is_dir()
+    pip(*there, "uninstall", "--yes", "kdtree-patch")
+    assert list(site.glob("kdtree*")) == []
 
 
 def test_the_version_is_in_one_place() -> None:
