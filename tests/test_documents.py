@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -576,6 +577,40 @@ def test_tables_are_filled_from_what_is_there_now() -> None:
     assert sorted(kinds) == ["kernel", "server", "variants"]
     for one in ALL:
         assert tables.filled(one.text, REPO) == one.text
+
+
+def test_the_table_of_a_server_says_what_its_figures_have_in_them(tmp_path: Path) -> None:
+    """What is below 1, acceptance, and that stock's other setting is quicker: nothing that one has to know first."""
+
+    def row(mode: str, prefix: int, stock: tuple[float, float], patched: tuple[float, float]) -> dict[str, Any]:
+        both = {"stock": stock, "patched": patched}
+        figures = {
+            door: {"step_ms": ms, "tokens_per_step": tokens, "tokens_per_s": 1000 * tokens / ms}
+            for door, (ms, tokens) in both.items()
+        }
+        times = figures["patched"]["tokens_per_s"] / figures["stock"]["tokens_per_s"]
+        return {"mode": mode, "prefix": prefix, "bs": 1, **figures, "times": round(times, 2)}
+
+    shares = {"share_stock": 0.81, "share_patched": 0.13}
+    rows = [
+        row("eager", 1024, (20.0, 2.0), (20.6, 2.0)),
+        row("graph", 8192, (40.0, 2.4), (5.0, 2.7)) | shares,
+        row("eager", 8192, (36.0, 2.4), (20.0, 2.4)),
+    ]
+    meta = {"versions": {"sglang": "0.5.12"}, "gpu": "G", "date": "D"}
+    run = {"meta": meta, "verdict": [], "speed": {"layers": 24, "heads": 8, "draft_tokens": 16, "rows": rows}}
+    lines = tables.server(run, "F")
+    assert [line for line in lines if line.startswith("| 1,0") or line.startswith("| 8")] == [
+        "| 1,024 | 1 |  |  |  | 0.97 |  |  |",
+        "| 8,192 | 1 | 9.0 | 81% | 13% | 1.8 |  |  |",
+    ]
+    assert lines[-1] == (
+        "The least figure is 0.97 (1,024, batch 1, without graphs); up to 3 % below 1 count as noise. "
+        "Acceptance is in all of them, and of another text it is another. It differs most at 8,192, batch 1, with "
+        "graphs: 2.40 tokens a step with stock and 2.70 patched; by the time of a step alone the 9.0 there would be "
+        "8.0. At 8,192 stock takes longer with graphs than without: over stock without them the 9.0 at 8,192, batch 1, "
+        "is 8.1."
+    )
 
 
 def test_every_figure_is_shown() -> None:
