@@ -450,6 +450,14 @@ def test_every_make_target_and_word_of_deploy_is_documented() -> None:
     assert (defaults["DRY_RUN"], defaults["FORCE"]) == (str(int(options.dry_run)), str(int(options.force)))
 
 
+def test_the_memory_that_the_server_run_needs_is_what_its_help_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        e2e.parse(["--help"])
+    (needs,) = re.findall(r"one NVIDIA GPU with \d+ GB", " ".join(capsys.readouterr().out.split()))
+    (row,) = [row for row in README.table("## Make targets") if row[0] == "`make e2e`"]
+    assert row[2].startswith(needs)
+
+
 def test_every_command_is_documented() -> None:
     every = set(re.findall(r"^    (\w+) ", our_parser().format_help(), re.MULTILINE))
     assert len(every) == 6
