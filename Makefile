@@ -60,7 +60,7 @@ test-deploy: setup ## the deploy tests, against a real sshd and a real systemd (
 	@PYTHON="$(PYTHON)" deploy/setup.sh
 	$(BIN)/python -m pytest -m deploy -n 2 $(ARGS)
 
-e2e: ## the real SGLang server, stock and patched (one NVIDIA GPU; TP=2: two)
+e2e: ## the real SGLang server, stock and patched (one NVIDIA GPU with 140 GB; TP=2: two)
 	$(if $(E2E_PYTHON),,@PYTHON="$(PYTHON)" tools/e2e.sh)
 	$(or $(E2E_PYTHON),.venv/e2e/bin/python) -m tests.e2e --tp $(TP) $(ARGS)
 

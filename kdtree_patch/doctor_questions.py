@@ -217,8 +217,12 @@ def _doors(found: Findings, command: Command | None, environ: Mapping[str, str])
     if problem is None:
         found.add(group, "the patch", f"kdtree_patch {__version__}, through sitecustomize of {HERE}", OK)
     elif plugin and not plugin.startswith("not loaded"):
-        found.add(group, "the patch", f"through SGLang's plugins alone ({problem})", OK)
+        why = "" if INSTALLED else f" ({problem})"
+        found.add(group, "the patch", f"kdtree_patch {__version__}, through SGLang's plugins alone{why}", OK)
         return True
+    elif plugin:
+        either = "" if INSTALLED else f"; or {problem}"
+        found.add(group, "the patch", f"{plugin}: add kdtree to SGLANG_PLUGINS, or unset it{either}", STOCK)
     else:
         found.add(group, "the patch", problem, STOCK)
     return False
@@ -227,12 +231,21 @@ def _doors(found: Findings, command: Command | None, environ: Mapping[str, str])
 def _about_entry(entry: str) -> str:
     if not os.path.isdir(entry):
         return " (is no folder)" if not os.path.isfile(entry) else ""
-    has = "the patch" if os.path.isfile(os.path.join(entry, "kdtree_patch", "boot.py")) else ""
+    has = "the patch" if _has_the_patch(entry) else ""
     other = os.path.isfile(os.path.join(entry, "sitecustomize.py"))
     about = has or ("a sitecustomize of somebody else" if other else "")
     relative = "" if os.path.isabs(entry) else "relative, so another folder wherever the service starts"
     said = "; ".join(text for text in (about, relative) if text)
     return f" ({said})" if said else ""
+
+
+def _has_the_patch(folder: str | Path) -> bool:
+    """With its sitecustomize: a package that pip has installed has none, and the kernels within."""
+    package = Path(folder, "kdtree_patch")
+    return (package / "boot.py").is_file() and not (package / "kernels").is_dir()
+
+
+INSTALLED = not _has_the_patch(HERE)
 
 
 def _ours_in_this_process() -> str | None:
@@ -255,7 +268,9 @@ def _door_problem(ours: str | None, ran: list[str], entries: list[str]) -> str |
         return problem
     if ours is not None:
         return None
-    here = [entry for entry in entries if os.path.isfile(os.path.join(entry, "kdtree_patch", "boot.py"))]
+    if INSTALLED:
+        return f"the package in {HERE} has no entry point for SGLang's plugins: install it with pip, once more"
+    here = [entry for entry in entries if _has_the_patch(entry)]
     if here and ran:
         return f"{ran[0]} is found first, and Python imports one alone: put {here[0]} before it in PYTHONPATH"
     if here:
@@ -277,7 +292,7 @@ def _plugin(environ: Mapping[str, str]) -> str | None:
     if not points:
         return None
     allowed = environ.get("SGLANG_PLUGINS")
-    if allowed is not None and "kdtree" not in [name.strip() for name in allowed.split(",")]:
+    if allowed and "kdtree" not in [name.strip() for name in allowed.split(",")]:
         return f"not loaded: SGLANG_PLUGINS={allowed} leaves kdtree out"
     return "kdtree is installed; SGLang 0.5.12 and later load it"
 
@@ -483,7 +498,8 @@ def _sglang(found: Findings, answer: dict[str, Any], by_plugin: bool) -> str | N
         return None
     found.add(group, "version", f"{answer['version']}, {answer['file']}")
     if by_plugin and not answer["plugins"]:
-        found.add(group, "plugins", "this release has none, and the patch would come in through them alone", STOCK)
+        why = "this release has none, and the patch would come in through them alone: put a checkout on PYTHONPATH"
+        found.add(group, "plugins", why, STOCK)
     found.contract = answer["rows"]
     counted = {kind: sum(row["outcome"] == kind for row in answer["rows"]) for kind in ("there", "absent", "violated")}
     for violation in answer["violations"]:
@@ -576,8 +592,9 @@ class _Child:
 
     def __init__(self, question: str, order: dict[str, Any] | None = None, **variables: str):
         vendor = HERE / "vendor"  # where sitecustomize.py puts it when the backend is imported
-        # Our own folder, should doctor run in it, has a `kernels` that transformers takes for a package.
-        path = [entry for entry in compiling.absolute_path() if os.path.realpath(entry) != str(HERE)]
+        # Our own folder, should doctor run in it, has a `kernels` that transformers takes for a package. That of an
+        # installed package has everything else, too.
+        path = [entry for entry in compiling.absolute_path() if INSTALLED or os.path.realpath(entry) != str(HERE)]
         path += [str(vendor)] if vendor.is_dir() else []
         words = json.dumps({"root": str(HERE), "path": path, "question": question, **(order or {})})
         environment = compiling.child_environment() | variables  # hides the GPUs

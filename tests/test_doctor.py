@@ -52,9 +52,8 @@ class Host:
         env |= {"HOME": str(self.home), "LD_LIBRARY_PATH": self.drivers, **variables}
         env |= {"PYTHONPATH": os.pathsep.join(map(str, entries))} if entries else {}
         command = [sys.executable, *flags, "-m", "kdtree_patch", "doctor", *words]
-        return subprocess.Popen(
-            command, env=env, cwd=REPO if path is not None or flags else "/", stdout=-1, stderr=-1, text=True
-        )
+        found = not flags and any((Path(entry) / "kdtree_patch").is_dir() for entry in entries)
+        return subprocess.Popen(command, env=env, cwd="/" if found else REPO, stdout=-1, stderr=-1, text=True)
 
     def says(self, *words: str, service: tuple[str, ...] = OPTIONS, **how: Any) -> dict[str, Any]:
         process = self.start("--json", *words, *(("--", *service) if service else ()), **how)
@@ -196,9 +195,12 @@ def test_plugin_is_a_second_door(host: Host, tmp_path: Path) -> None:
     host.sglang = stand_in.write(tmp_path / "sglang", "0.5.12")
     plugins.mkdir()
     (plugins / "__init__.py").touch()
-    assert host.says(path=(info.parent, host.sglang))["verdict"] == "serve"
+    document = host.says(path=(info.parent, host.sglang))
+    assert document["verdict"] == "serve", document["because"]
+    assert "does not name the folder" in fact(document, "sitecustomize", "the patch")
     document = host.says(path=(info.parent, host.sglang), SGLANG_PLUGINS="another")
-    assert_reason(document, "stock", "does not name the folder of the patch")
+    said = ("add kdtree to SGLANG_PLUGINS", f"; or PYTHONPATH does not name the folder of the patch: put {REPO} first")
+    assert_reason(document, "stock", *said)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

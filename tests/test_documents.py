@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pip._internal.commands import create_command
 
 from deploy import options as deploy_options
 from kdtree_patch import (
@@ -109,6 +111,15 @@ ELSEWHERE = {
         "tests/test_e2e_command.py::test_the_runs_follow_each_other_and_are_written_down"
     ),
     f"{IN_VENV} kdtree_patch bench --host": "tests/test_bench.py::test_host_time_without_a_gpu",
+    "python -m pip install '/opt/kdtree_patch[cuda13]'": "tests/test_plugin.py::test_an_extra_brings_wrapt_and_cupy",
+    "python -m pip wheel --no-deps --wheel-dir /tmp /opt/kdtree_patch": (
+        "tests/test_plugin.py::test_the_wheel_has_the_package_and_the_kernels_and_nothing_else"
+    ),
+    f"cd / && python -m kdtree_patch doctor -- {SERVICE}": (
+        "tests/test_plugin.py::test_doctor_of_a_wheel_that_is_loaded"
+    ),
+    f"KDTREE_MODE=shadow {SERVICE}": "tests/test_plugin.py::test_sglang_finds_the_plugin",
+    "python -m pip uninstall kdtree-patch": "tests/test_plugin.py::test_nothing_of_the_package_is_left",
     f"{PATCHED} doctor --compile -- {SERVICE}": "tests/test_doctor.py::test_what_compile_and_self_test_find",
     f"{PATCHED} selftest": "tests/test_selftest.py::test_on_the_cpu",
     f"{PATCHED} compile": "tests/test_compile.py::test_command_prints_a_table_and_fills_the_cache",
@@ -187,6 +198,8 @@ def test_its_real_parser_takes_every_command(command: str, tmp_path: Path, monke
         ("python -m sglang.launch_server --attention-backend flashinfer --speculative-algorithm EAGLE", "flashinfer"),
         ("DEPLOY_HOST=h1 python -m deploy status", "UNIT is missing"),
         ("kdtree report x.log", "kdtree"),
+        ("python -m pip install /opt/kdtree_patch --wheel", "no such option: --wheel"),
+        ("python -m pip install '/opt/kdtree_patch[cuda14]'", "cuda14"),
     ],
 )
 def test_and_refuses_wrong_ones(command: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +257,15 @@ def parse_module(module: str, words: list[str], given: dict[str, str], command: 
                 our_parser().parse_args(words) if module == "kdtree_patch" else e2e.parse(words)
             except SystemExit as end:
                 assert end.code == 0, heard.getvalue()
+    elif module == "pip":
+        heard = io.StringIO()
+        with contextlib.redirect_stderr(heard):
+            try:
+                _, rest = create_command(words[0]).parse_args(words[1:])
+            except SystemExit as end:
+                raise AssertionError(heard.getvalue()) from end
+        extras = re.findall(r"^(\w+) = \[\"cupy", (REPO / "pyproject.toml").read_text(), re.MULTILINE)
+        assert {extra for word in rest for extra in re.findall(r"\[(.*)\]", word)} <= {*extras}, rest
     elif module == "deploy":
         assert words[0] in DEPLOY_TARGETS
         deploy_options.Options.from_environ(given)
@@ -428,6 +450,14 @@ def test_every_make_target_and_word_of_deploy_is_documented() -> None:
     assert (defaults["DRY_RUN"], defaults["FORCE"]) == (str(int(options.dry_run)), str(int(options.force)))
 
 
+def test_the_memory_that_the_server_run_needs_is_what_its_help_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        e2e.parse(["--help"])
+    (needs,) = re.findall(r"one NVIDIA GPU with \d+ GB", " ".join(capsys.readouterr().out.split()))
+    (row,) = [row for row in README.table("## Make targets") if row[0] == "`make e2e`"]
+    assert row[2].startswith(needs)
+
+
 def test_every_command_is_documented() -> None:
     every = set(re.findall(r"^    (\w+) ", our_parser().format_help(), re.MULTILINE))
     assert len(every) == 6
@@ -555,6 +585,40 @@ def test_tables_are_filled_from_what_is_there_now() -> None:
     assert sorted(kinds) == ["kernel", "server", "variants"]
     for one in ALL:
         assert tables.filled(one.text, REPO) == one.text
+
+
+def test_the_table_of_a_server_says_what_its_figures_have_in_them(tmp_path: Path) -> None:
+    """What is below 1, acceptance, and that stock's other setting is quicker: nothing that one has to know first."""
+
+    def row(mode: str, prefix: int, stock: tuple[float, float], patched: tuple[float, float]) -> dict[str, Any]:
+        both = {"stock": stock, "patched": patched}
+        figures = {
+            door: {"step_ms": ms, "tokens_per_step": tokens, "tokens_per_s": 1000 * tokens / ms}
+            for door, (ms, tokens) in both.items()
+        }
+        times = figures["patched"]["tokens_per_s"] / figures["stock"]["tokens_per_s"]
+        return {"mode": mode, "prefix": prefix, "bs": 1, **figures, "times": round(times, 2)}
+
+    shares = {"share_stock": 0.81, "share_patched": 0.13}
+    rows = [
+        row("eager", 1024, (20.0, 2.0), (20.6, 2.0)),
+        row("graph", 8192, (40.0, 2.4), (5.0, 2.7)) | shares,
+        row("eager", 8192, (36.0, 2.4), (20.0, 2.4)),
+    ]
+    meta = {"versions": {"sglang": "0.5.12"}, "gpu": "G", "date": "D"}
+    run = {"meta": meta, "verdict": [], "speed": {"layers": 24, "heads": 8, "draft_tokens": 16, "rows": rows}}
+    lines = tables.server(run, "F")
+    assert [line for line in lines if line.startswith("| 1,0") or line.startswith("| 8")] == [
+        "| 1,024 | 1 |  |  |  | 0.97 |  |  |",
+        "| 8,192 | 1 | 9.0 | 81% | 13% | 1.8 |  |  |",
+    ]
+    assert lines[-1] == (
+        "The least figure is 0.97 (1,024, batch 1, without graphs); up to 3 % below 1 count as noise. "
+        "Acceptance is in all of them, and of another text it is another. It differs most at 8,192, batch 1, with "
+        "graphs: 2.40 tokens a step with stock and 2.70 patched; by the time of a step alone the 9.0 there would be "
+        "8.0. At 8,192 stock takes longer with graphs than without: over stock without them the 9.0 at 8,192, batch 1, "
+        "is 8.1."
+    )
 
 
 def test_every_figure_is_shown() -> None:

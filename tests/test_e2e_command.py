@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import __main__ as command
-from tests.e2e import gpus, models, plan, report
+from tests.e2e import gpus, models, plan, report, tokens
 from tests.e2e.client import ServiceError
 from tests.e2e.record import Record
 from tests.e2e.server import Fleet
@@ -54,6 +54,32 @@ def test_a_stored_run_is_shown_with_its_verdict(tmp_path: Path, capsys: pytest.C
     assert "8,192" in out and "81.92 ms" in out and "70%" in out and "a bar [with brackets]" in out
     assert out.endswith("PASS\n" if ok else "FAIL\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_difference_that_is_no_tie_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A margin of infinity; in a file it is a string, and in the words of older runs a figure."""
+    row = {"prompt": 5, "how": "alone", "tokens": 48, "differs_at": 44, "accept_stock": 2.4, "accept_patched": 2.4}
+    words = "prompt 5 alone at token 44, where stock gives its second best token no probability at all, so no tie"
+    assert tokens.describe([{**row, "margin": float("inf")}]) == words
+    run = a_run()
+    run["tokens"]["same-graph"] += [{**row, "margin": "inf"}, {**row, "margin": None}]
+    run["verdict"][0]["found"] = "prompt 5 alone at token 44, where stock's best two are inf apart"
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert command.main(["--from", str(tmp_path / "run.json")]) == 0
+    out = capsys.readouterr().out
+    assert "second impossible" in out and "neither chosen" in out and "0.030" in out
+    assert words in " ".join(out.replace("│", " ").split()) and "inf " not in out
+
+
+def test_tokens_a_step_of_both_servers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ratio of tokens a second has both in it, the time of a step and how many tokens that brings."""
+    run = a_run()
+    run["speed"]["rows"][0]["stock"]["tokens_per_step"] = 2.42
+    run["speed"]["rows"][0]["patched"]["tokens_per_step"] = 2.74
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    command.main(["--from", str(tmp_path / "run.json")])
+    out = capsys.readouterr().out
+    assert "tokens a step, stock" in out and "2.42" in out and "2.74" in out
 
 
 def test_a_run_without_a_verdict_has_not_passed() -> None:

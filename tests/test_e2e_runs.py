@@ -17,7 +17,7 @@ import pytest
 from tests.e2e import load, models, plan, ranks, speed, tokens
 from tests.e2e.client import Chunk, ServiceError
 from tests.e2e.record import Record
-from tests.e2e.server import Fleet, ServerSpec
+from tests.e2e.server import REPOSITORY, Fleet, ServerSpec
 
 FAKE = (str(Path(__file__).with_name("e2e_fake.py")),)
 RANKS = "|".join(
@@ -453,10 +453,25 @@ def test_a_server_that_dies_under_load_is_told(bed: Bed) -> None:
 
 def test_memory_that_grows_is_told(bed: Bed) -> None:
     # A look at every 25 requests, the fifth one after the first hundred.
-    assert run_load(bed, FakeNvml(5000, 5001, 5000, 5000, 5010, 5066)) == [
-        "load: GPU memory grows by no more than 64 MiB after request 100"
+    assert run_load(bed, FakeNvml(5000, 5001, 5001, 5001, 5010, 5066)) == [
+        "load: GPU memory grows by no more than 64 MiB after request 100, and after each flush"
     ]
     assert bed.found("GPU memory") == "65 MiB of the whole GPU"
+
+
+def test_memory_is_compared_with_what_a_flush_has_left() -> None:
+    """A look at every 25 of 500 requests; flushes after 167 and 334, each of which gives something back."""
+    looks = range(25, 501, 25)
+    stored = json.loads((REPOSITORY / "docs/results/h200-e2e.json").read_text())["load"]
+    assert [done for done, _ in stored["memory_mib"]] == list(looks)
+    assert load.growth(stored["memory_mib"], 500) == 4
+    for flush, at in ((1, 300), (2, 450)):
+        leaks = [(done, 3000 - 100 * (done > 167) - 100 * (done > 334) + 65 * (done >= at)) for done in looks]
+        assert max(size for done, size in leaks if done > 100) <= 3000
+        assert load.growth(leaks, 500) == 65, flush
+    # Of all parts together it is no more either.
+    assert load.growth([(done, 3000 + done // 5) for done in looks], 500) == 80
+    assert load.growth([(done, 3000) for done in looks if done < 334], 500) is None
 
 
 def test_a_guard_that_trips_is_told(bed: Bed) -> None:

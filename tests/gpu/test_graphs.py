@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import time
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from kdtree_patch import contract, selftest
+from kdtree_patch import contract
 from kdtree_patch.kernel import VerifyKernel
 from kdtree_patch.settings import Settings
 from tests import graph_cases as cases
 from tests.graph_bench import GraphBench
+from tests.support.env import REPO
 from tests.support.graphs import CudaGraph
 
 Q_LEN, HEADS = 9, 8
@@ -197,14 +201,19 @@ def test_a_step_is_not_held_up_by_fetching(make: cases.Make) -> None:
 
 
 def test_the_selftest_takes_less_than_half_a_second(kernel: VerifyKernel) -> None:
-    list(selftest.run(kernel))
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    results = list(selftest.run(kernel))
-    seconds = time.perf_counter() - start
-    print(f"self-test: {seconds * 1e3:.0f} ms")
-    assert all(one.good for one in results)
-    assert seconds < 0.5
+    """A worker runs it once, so it is the first run of a process. Counted are making the cases, their copies, the first
+    launches, and float64 on the CPU; not torch's import, the context, nor compiling and loading the kernel.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KDTREE_")}
+    command = [sys.executable, "-m", "kdtree_patch", "selftest", "--json"]
+    done = subprocess.run(
+        command, cwd=REPO, env={**env, "KDTREE_CONFIG": kernel.config.name}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    print(f"self-test, the first of its process: {found['seconds'] * 1e3:.0f} ms")
+    assert found["target"] == kernel.target
+    assert found["seconds"] < 0.5
 
 
 @pytest.mark.parametrize("every", [1, 1000])
