@@ -6,7 +6,10 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.e2e import __main__ as command
 from tests.e2e import gpus, models, plan, report
 from tests.e2e.client import ServiceError
 from tests.e2e.record import Record
-from tests.e2e.server import Fleet
+from tests.e2e.server import REPOSITORY, Fleet
 
 
 def figures(step_ms: float) -> dict[str, Any]:
@@ -263,14 +266,70 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: 
     assert found == [("before", True), ("the run was carried through", False)]
 
 
+# The command with what stands in for SGLang and for a GPU, and a run that keeps a bar and does not end.
+ENDLESS = """
+import sys, time
+from tests.e2e import __main__ as command, gpus
+from tests.test_e2e_command import FakeNvml
+from tests.test_e2e_server import FAKE
+from tests.e2e.server import Fleet
+
+def run(fleet, record, *words):
+    record.bar("before", True, "")
+    time.sleep(60)
+
+gpus.Nvml = FakeNvml
+command.Fleet = lambda *words: Fleet(*words, program=FAKE)
+command.tokens.run = run
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored", "status", "last"),
+    [
+        (signal.SIGKILL, "", -9, "it is under way, or was killed"),
+        (signal.SIGTERM, "", 1, "it was interrupted"),
+        (signal.SIGHUP, "", 1, "it was interrupted"),
+        # Under nohup it goes on.
+        (signal.SIGHUP, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)", None, None),
+    ],
+)
+def test_a_run_that_is_ended_by_a_signal_has_not_passed(
+    tmp_path: Path, number: signal.Signals, ignored: str, status: int | None, last: str | None
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(a_run()))  # of another run, that has passed
+    words = ["--only", "tokens", "--side-by-side", "4", "--json", str(path), "--folder", str(tmp_path / "folder")]
+    driver = [sys.executable, "-c", ignored + ENDLESS, *words]
+    with subprocess.Popen(driver, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while '"before"' not in path.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        try:
+            assert process.wait(2 if status is None else 60) == status
+        except subprocess.TimeoutExpired:
+            assert status is None
+        finally:
+            process.kill()
+    if last is not None:
+        stored = report.read_run(path)
+        assert [one["found"] for one in stored["verdict"]] == ["", last] and not report.passed(stored)
+
+
 class TestRecord:
     def test_each_bar_is_in_the_file_at_once(self, tmp_path: Path) -> None:
         record = Record(tmp_path / "run.json", "command", quiet=True)
         record.bar("first", True, 1)
-        assert [one["bar"] for one in report.read_run(tmp_path / "run.json")["verdict"]] == ["first"]
-        record.bar("second", False, {"a": 2})
         stored = report.read_run(tmp_path / "run.json")
-        assert [(one["ok"], one["found"]) for one in stored["verdict"]] == [(True, "1"), (False, "{'a': 2}")]
+        assert [one["bar"] for one in stored["verdict"]] == ["first", "the run was carried through"]
+        assert not report.passed(stored)
+        record.bar("second", True, {"a": 2})
+        record.end()
+        stored = report.read_run(tmp_path / "run.json")
+        assert [(one["ok"], one["found"]) for one in stored["verdict"]] == [(True, "1"), (True, "{'a': 2}")]
+        assert report.passed(stored)
 
     def test_a_full_disk_ends_no_run_and_is_said_once(self, tmp_path: Path, monkeypatch, capsys) -> None:
         monkeypatch.setattr(Path, "write_text", full)

@@ -23,7 +23,7 @@ from kdtree_patch.console import open_console
 from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
-from tests.e2e.record import Record
+from tests.e2e.record import CARRIED_THROUGH, Record
 from tests.e2e.server import Fleet, ServerSpec
 
 RUNS = ("speed", "load", "tokens")
@@ -128,8 +128,10 @@ def run(argv: Sequence[str] | None) -> int:
             f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}",
             "run it where there are",
         )
-    # Whoever ends a run shall find what it has written, and no servers.
-    signal.signal(signal.SIGTERM, interrupt)
+    # Whoever ends a run shall find what it has written, and no servers. One under nohup does not end with its terminal.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
     record = Record(arguments.json, command_of(argv))
     record.document["meta"] |= {
         "gpu": nvml.name(),
@@ -148,10 +150,12 @@ def run(argv: Sequence[str] | None) -> int:
             except OSError as error:
                 raise NotDone(f"{folder} cannot be made: {error.strerror}", "name another --folder") from error
         record.below(folder, Path(os.path.expanduser("~")))
+        record.save()  # instead of what another run has left there
         try:
             carry_out(arguments, record, nvml, folder)
         except KeyboardInterrupt:
-            record.bar("the run was carried through", False, "it was interrupted")
+            record.bar(CARRIED_THROUGH, False, "it was interrupted")
+        record.end()
     status = show(record.document, arguments.plot)
     if record.unsaved is not None:
         raise record.unsaved
