@@ -72,9 +72,71 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys, text: str, wor
     assert command.main(["--from", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *(("meta", None), ("meta.date", ...), ("verdict", {}), ("verdict.0", 1), ("verdict.0.bar", ...)),
+        *(("verdict.0.ok", ...), ("verdict.0.ok", "false"), ("verdict.0.found", 1), ("speed", None), ("speed", 7)),
+        *(("speed.rows", "abc"), ("speed.rows.7.stock", ...), ("speed.rows.0.times", "inf")),
+        *(("speed.rows.0.prefix", 10**400), ("speed.rows.0.bs", True), ("speed.rows.0.share_stock", None)),
+        *(("tokens", [1]), ("tokens.same-graph.0.margin", []), ("ranks", None), ("ranks", {})),
+    ],
+)
+def test_a_run_that_is_not_of_its_shape_is_refused(tmp_path: Path, capsys, where: str, value: object) -> None:
+    path, run = tmp_path / "run.json", a_run()
+    *parents, name = [int(part) if part.isdigit() else part for part in where.split(".")]
+    place = functools.reduce(lambda inner, part: inner[part], parents, run)
+    if value is ...:
+        del place[name]
+    else:
+        place[name] = value
+    path.write_text(json.dumps(run))
+    assert command.main(["--from", str(path), "--plot", str(tmp_path / "run.png")]) == 2
+    where = "ranks.tokens" if value == {} and name == "ranks" else where
+    assert f"is not a run of make e2e: {where} is missing, or not what a run has there; " in capsys.readouterr().err
+
+
+def test_a_run_that_nests_without_an_end_is_refused(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("[" * 100_000)
+    assert command.main(["--from", str(path)]) == 2
+    assert "is not a run of make e2e" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", sorted(REPOSITORY.glob("docs/results/h200*-*.json")), ids=lambda path: path.stem)
+def test_the_runs_that_are_kept_have_passed(stored: Path) -> None:
+    if "verdict" in json.loads(stored.read_text()):
+        assert report.passed(report.read_run(stored))
+
+
+def test_nothing_of_a_stored_run_is_obeyed(tmp_path: Path, capsys) -> None:
+    """Neither by the terminal, nor by what lays out tables and pictures."""
+    path, run, evil = tmp_path / "run.json", a_run(), "\x1b[2J[/b]$\\x$\x07\n."
+    run["meta"] |= {"date": evil, "gpu": evil}
+    run["verdict"] = [{"bar": evil, "ok": True, "found": evil}]
+    run["speed"]["rows"][0]["mode"] = evil
+    run["tokens"] = {evil: [{**run["tokens"]["same-graph"][0], "how": evil, "margin": evil}]}
+    path.write_text(json.dumps(run))
+    assert command.main(["--from", str(path), "--plot", str(tmp_path / "run.png")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and r"\x1b[2J[/b]$\x$\x07" in out
+
+
+@pytest.mark.parametrize(
+    "words", [["--tp", "2"], ["--only", "load"], ["--layers", "2"], ["--json", "x.json"], ["--folder", "x"]]
+)
+def test_words_of_a_new_run_are_refused_beside_a_stored_one(words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.parse(["--from", "run.json", *words])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(f"e2e: {words[0]} is for a new run, and --from shows one that is there")
+    # What `make e2e` puts there.
+    command.parse(["--tp", "1", "--from", "run.json", "--plot", "x.png"])
+
+
 def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({**a_run(), "speed": {}}))
+    path.write_text(json.dumps({name: value for name, value in a_run().items() if name != "speed"}))
     assert command.main(["--from", str(path), "--plot", str(tmp_path / "x.png")]) == 2
 
 

@@ -93,22 +93,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=plot_file, metavar="F", help="draw step times and throughput")
     parser.add_argument("--from", dest="source", type=Path, metavar="F", help="show this stored run; needs no GPU")
     arguments = parser.parse_args(argv)
-    if arguments.tp > 1:
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name in ("only", "points", "layers", "no_kernels", "requests", "plot")
-            if getattr(arguments, name) != parser.get_default(name)
-        ]
+
+    def refuse(names: Iterable[str], what_for: str) -> None:
+        """Words that would not be heeded."""
+        given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
         if given:
-            words = f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for one GPU"
-            parser.error(f"{words}, and with --tp {arguments.tp} the run is `ranks`: leave out one or the other")
+            words = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            parser.error(f"{words} {'is' if len(given) == 1 else 'are'} {what_for}: leave out one or the other")
+
+    if arguments.source is not None:
+        refuse(sorted(vars(arguments).keys() - {"source", "plot"}), "for a new run, and --from shows one that is there")
+    if arguments.tp > 1:
+        one_gpu = ("only", "points", "layers", "no_kernels", "requests", "plot")
+        refuse(one_gpu, f"for one GPU, and with --tp {arguments.tp} the run is `ranks`")
         if arguments.side_by_side is not None and arguments.side_by_side < servers_of_ranks():
             parser.error(
                 f"--side-by-side {arguments.side_by_side} is too few: with --tp {arguments.tp} there are "
                 f"{servers_of_ranks()} servers, all at once: leave it out"
             )
-    if arguments.source is not None and arguments.json is not None:
-        parser.error("--from shows a file that is there, and --json writes one of a new run")
     if arguments.kv_cache_dtype is not None and (arguments.tp > 1 or arguments.only != ["tokens"]):
         parser.error("--kv-cache-dtype goes with --only tokens")
     return arguments
