@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,7 +196,16 @@ def test_too_few_gpus_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys) -
 
     monkeypatch.setattr(gpus, "Nvml", OneGpu)
     assert command.main(["--tp", "2"]) == 2
-    assert "--tp 2 needs as many GPUs, and there are 1" in capsys.readouterr().err
+    assert "--tp 2 needs as many GPUs, and torch sees 1 here" in capsys.readouterr().err
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=str)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpus.Nvml().count == 1
 
 
 class FakeNvml:

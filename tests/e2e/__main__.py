@@ -127,8 +127,8 @@ def run(argv: Sequence[str] | None) -> int:
     nvml = gpus.Nvml()
     if nvml.count < arguments.tp:
         raise NotDone(
-            f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}",
-            "run it where there are",
+            f"--tp {arguments.tp} needs as many GPUs, and torch sees {nvml.count} here",
+            "run it where it sees as many, with those in CUDA_VISIBLE_DEVICES if that is set",
         )
     # Whoever ends a run shall find what it has written, and no servers. One under nohup does not end with its terminal.
     for number in (signal.SIGTERM, signal.SIGHUP):

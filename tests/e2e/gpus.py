@@ -33,7 +33,12 @@ class Nvml:
 
     @property
     def count(self) -> int:
-        return len(self._handles)
+        """Those that a server may use. NVML has all, and torch those that CUDA_VISIBLE_DEVICES leaves."""
+        try:
+            import torch
+        except ImportError as error:
+            raise NotDone(str(error), "run it in an environment with SGLang, as `make e2e` does") from error
+        return torch.cuda.device_count()
 
     def name(self) -> str:
         name = self._nvml.nvmlDeviceGetName(self._handles[0])
