@@ -199,6 +199,40 @@ def test_too_few_gpus_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys) -
     assert "--tp 2 needs as many GPUs, and torch sees 1 here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("tp", "gpus_there", "said"),
+    [
+        (None, 0, "make e2e TP=1 needs as many NVIDIA GPUs, and this machine has 0; nothing has been done: run it"),
+        ("2", 1, "make e2e TP=2 needs as many NVIDIA GPUs, and this machine has 1; nothing has been done: run it"),
+        ("two", 1, "TP=two is not a number of GPUs, from 1 to 8; nothing has been done: leave it out"),
+        ("1", 1, None),
+        ("2", 3, None),
+    ],
+)
+def test_a_machine_with_too_few_gpus_downloads_nothing(
+    tmp_path: Path, tp: str | None, gpus_there: int, said: str | None
+) -> None:
+    script, devices, pip = tmp_path / "tools/e2e.sh", tmp_path / "dev", tmp_path / ".venv/e2e/bin/pip"
+    for folder in (script.parent, devices, pip.parent):
+        folder.mkdir(parents=True)
+    for name in ["nvidiactl", *(f"nvidia{number}" for number in range(gpus_there))]:
+        (devices / name).touch()
+    for name in ("requirements-e2e.txt", "requirements.txt"):
+        (tmp_path / name).touch()
+    text = (REPOSITORY / "tools/e2e.sh").read_text()
+    assert text.count("/dev/nvidia") == 1
+    script.write_text(text.replace("/dev/nvidia", f"{devices}/nvidia"))
+    pip.write_text("#!/bin/sh\necho downloads\n")
+    pip.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if name != "TP"} | ({} if tp is None else {"TP": tp})
+    done = subprocess.run(["bash", str(script)], env=environ, capture_output=True, text=True)
+    if said is None:
+        assert done.returncode == 0 and done.stdout.endswith("downloads\n")
+    else:
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"e2e: {said}")
+        assert done.stderr.count("\n") == 1
+
+
 def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
