@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import __main__ as command
-from tests.e2e import gpus, models, plan, report
+from tests.e2e import gpus, models, plan, report, speed
 from tests.e2e.client import ServiceError
 from tests.e2e.record import Record
 from tests.e2e.server import REPOSITORY, Fleet
@@ -108,6 +108,14 @@ def test_a_run_that_nests_without_an_end_is_refused(tmp_path: Path, capsys) -> N
 def test_the_runs_that_are_kept_have_passed(stored: Path) -> None:
     if "verdict" in json.loads(stored.read_text()):
         assert report.passed(report.read_run(stored))
+
+
+def test_the_readme_has_the_least_of_its_run_as_measured() -> None:
+    rows = report.read_run(REPOSITORY / "docs/results/h200-e2e.json")["speed"]["rows"]
+    least = min(rows, key=lambda row: row["times"])
+    where = f"{least['times']} of stock's, at {least['prefix']:,} x {least['bs']} without graphs"
+    words = f"The least is {where}, which is within the noise of {speed.NOISE * 100:.0f} % that the bar allows"
+    assert least["mode"] == "eager" and words in (REPOSITORY / "README.md").read_text()
 
 
 def test_nothing_of_a_stored_run_is_obeyed(tmp_path: Path, capsys) -> None:
