@@ -6,8 +6,12 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from tests.e2e import __main__ as command
 from tests.e2e import gpus, models, plan, report, tokens
 from tests.e2e.client import ServiceError
 from tests.e2e.record import Record
-from tests.e2e.server import Fleet
+from tests.e2e.server import REPOSITORY, Fleet
 
 
 def figures(step_ms: float) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def test_a_difference_that_is_no_tie_is_told_in_words(tmp_path: Path, capsys: py
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert command.main(["--from", str(tmp_path / "run.json")]) == 0
     out = capsys.readouterr().out
-    assert "second impossible" in out and "neither chosen" in out and "0.030" in out
+    assert "second impossible" in out and "neither chosen" in out and "0.03" in out
     assert words in " ".join(out.replace("│", " ").split()) and "inf " not in out
 
 
@@ -95,9 +99,71 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys, text: str, wor
     assert command.main(["--from", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *(("meta", None), ("meta.date", ...), ("verdict", {}), ("verdict.0", 1), ("verdict.0.bar", ...)),
+        *(("verdict.0.ok", ...), ("verdict.0.ok", "false"), ("verdict.0.found", 1), ("speed", None), ("speed", 7)),
+        *(("speed.rows", "abc"), ("speed.rows.7.stock", ...), ("speed.rows.0.times", "inf")),
+        *(("speed.rows.0.prefix", 10**400), ("speed.rows.0.bs", True), ("speed.rows.0.share_stock", None)),
+        *(("tokens", [1]), ("tokens.same-graph.0.margin", []), ("ranks", None), ("ranks", {})),
+    ],
+)
+def test_a_run_that_is_not_of_its_shape_is_refused(tmp_path: Path, capsys, where: str, value: object) -> None:
+    path, run = tmp_path / "run.json", a_run()
+    *parents, name = [int(part) if part.isdigit() else part for part in where.split(".")]
+    place = functools.reduce(lambda inner, part: inner[part], parents, run)
+    if value is ...:
+        del place[name]
+    else:
+        place[name] = value
+    path.write_text(json.dumps(run))
+    assert command.main(["--from", str(path), "--plot", str(tmp_path / "run.png")]) == 2
+    where = "ranks.tokens" if value == {} and name == "ranks" else where
+    assert f"is not a run of make e2e: {where} is missing, or not what a run has there; " in capsys.readouterr().err
+
+
+def test_a_run_that_nests_without_an_end_is_refused(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("[" * 100_000)
+    assert command.main(["--from", str(path)]) == 2
+    assert "is not a run of make e2e" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", sorted(REPOSITORY.glob("docs/results/h200*-*.json")), ids=lambda path: path.stem)
+def test_the_runs_that_are_kept_have_passed(stored: Path) -> None:
+    if "verdict" in json.loads(stored.read_text()):
+        assert report.passed(report.read_run(stored))
+
+
+def test_nothing_of_a_stored_run_is_obeyed(tmp_path: Path, capsys) -> None:
+    """Neither by the terminal, nor by what lays out tables and pictures."""
+    path, run, evil = tmp_path / "run.json", a_run(), "\x1b[2J[/b]$\\x$\x07\n."
+    run["meta"] |= {"date": evil, "gpu": evil}
+    run["verdict"] = [{"bar": evil, "ok": True, "found": evil}]
+    run["speed"]["rows"][0]["mode"] = evil
+    run["tokens"] = {evil: [{**run["tokens"]["same-graph"][0], "how": evil, "margin": evil}]}
+    path.write_text(json.dumps(run))
+    assert command.main(["--from", str(path), "--plot", str(tmp_path / "run.png")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and r"\x1b[2J[/b]$\x$\x07" in out
+
+
+@pytest.mark.parametrize(
+    "words", [["--tp", "2"], ["--only", "load"], ["--layers", "2"], ["--json", "x.json"], ["--folder", "x"]]
+)
+def test_words_of_a_new_run_are_refused_beside_a_stored_one(words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.parse(["--from", "run.json", *words])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(f"e2e: {words[0]} is for a new run, and --from shows one that is there")
+    # What `make e2e` puts there.
+    command.parse(["--tp", "1", "--from", "run.json", "--plot", "x.png"])
+
+
 def test_a_run_without_figures_cannot_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({**a_run(), "speed": {}}))
+    path.write_text(json.dumps({name: value for name, value in a_run().items() if name != "speed"}))
     assert command.main(["--from", str(path), "--plot", str(tmp_path / "x.png")]) == 2
 
 
@@ -156,7 +222,50 @@ def test_too_few_gpus_are_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys) -
 
     monkeypatch.setattr(gpus, "Nvml", OneGpu)
     assert command.main(["--tp", "2"]) == 2
-    assert "--tp 2 needs as many GPUs, and there are 1" in capsys.readouterr().err
+    assert "--tp 2 needs as many GPUs, and torch sees 1 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tp", "gpus_there", "said"),
+    [
+        (None, 0, "make e2e TP=1 needs as many NVIDIA GPUs, and this machine has 0; nothing has been done: run it"),
+        ("2", 1, "make e2e TP=2 needs as many NVIDIA GPUs, and this machine has 1; nothing has been done: run it"),
+        ("two", 1, "TP=two is not a number of GPUs, from 1 to 8; nothing has been done: leave it out"),
+        ("1", 1, None),
+        ("2", 3, None),
+    ],
+)
+def test_a_machine_with_too_few_gpus_downloads_nothing(
+    tmp_path: Path, tp: str | None, gpus_there: int, said: str | None
+) -> None:
+    script, devices, pip = tmp_path / "tools/e2e.sh", tmp_path / "dev", tmp_path / ".venv/e2e/bin/pip"
+    for folder in (script.parent, devices, pip.parent):
+        folder.mkdir(parents=True)
+    for name in ["nvidiactl", *(f"nvidia{number}" for number in range(gpus_there))]:
+        (devices / name).touch()
+    for name in ("requirements-e2e.txt", "requirements.txt"):
+        (tmp_path / name).touch()
+    text = (REPOSITORY / "tools/e2e.sh").read_text()
+    assert text.count("/dev/nvidia") == 1
+    script.write_text(text.replace("/dev/nvidia", f"{devices}/nvidia"))
+    pip.write_text("#!/bin/sh\necho downloads\n")
+    pip.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if name != "TP"} | ({} if tp is None else {"TP": tp})
+    done = subprocess.run(["bash", str(script)], env=environ, capture_output=True, text=True)
+    if said is None:
+        assert done.returncode == 0 and done.stdout.endswith("downloads\n")
+    else:
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"e2e: {said}")
+        assert done.stderr.count("\n") == 1
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=str)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpus.Nvml().count == 1
 
 
 class FakeNvml:
@@ -289,14 +398,70 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(stand_ins: None, tmp_path: 
     assert found == [("before", True), ("the run was carried through", False)]
 
 
+# The command with what stands in for SGLang and for a GPU, and a run that keeps a bar and does not end.
+ENDLESS = """
+import sys, time
+from tests.e2e import __main__ as command, gpus
+from tests.test_e2e_command import FakeNvml
+from tests.test_e2e_server import FAKE
+from tests.e2e.server import Fleet
+
+def run(fleet, record, *words):
+    record.bar("before", True, "")
+    time.sleep(60)
+
+gpus.Nvml = FakeNvml
+command.Fleet = lambda *words: Fleet(*words, program=FAKE)
+command.tokens.run = run
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored", "status", "last"),
+    [
+        (signal.SIGKILL, "", -9, "it is under way, or was killed"),
+        (signal.SIGTERM, "", 1, "it was interrupted"),
+        (signal.SIGHUP, "", 1, "it was interrupted"),
+        # Under nohup it goes on.
+        (signal.SIGHUP, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)", None, None),
+    ],
+)
+def test_a_run_that_is_ended_by_a_signal_has_not_passed(
+    tmp_path: Path, number: signal.Signals, ignored: str, status: int | None, last: str | None
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(a_run()))  # of another run, that has passed
+    words = ["--only", "tokens", "--side-by-side", "4", "--json", str(path), "--folder", str(tmp_path / "folder")]
+    driver = [sys.executable, "-c", ignored + ENDLESS, *words]
+    with subprocess.Popen(driver, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while '"before"' not in path.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        try:
+            assert process.wait(2 if status is None else 60) == status
+        except subprocess.TimeoutExpired:
+            assert status is None
+        finally:
+            process.kill()
+    if last is not None:
+        stored = report.read_run(path)
+        assert [one["found"] for one in stored["verdict"]] == ["", last] and not report.passed(stored)
+
+
 class TestRecord:
     def test_each_bar_is_in_the_file_at_once(self, tmp_path: Path) -> None:
         record = Record(tmp_path / "run.json", "command", quiet=True)
         record.bar("first", True, 1)
-        assert [one["bar"] for one in report.read_run(tmp_path / "run.json")["verdict"]] == ["first"]
-        record.bar("second", False, {"a": 2})
         stored = report.read_run(tmp_path / "run.json")
-        assert [(one["ok"], one["found"]) for one in stored["verdict"]] == [(True, "1"), (False, "{'a': 2}")]
+        assert [one["bar"] for one in stored["verdict"]] == ["first", "the run was carried through"]
+        assert not report.passed(stored)
+        record.bar("second", True, {"a": 2})
+        record.end()
+        stored = report.read_run(tmp_path / "run.json")
+        assert [(one["ok"], one["found"]) for one in stored["verdict"]] == [(True, "1"), (True, "{'a': 2}")]
+        assert report.passed(stored)
 
     def test_a_full_disk_ends_no_run_and_is_said_once(self, tmp_path: Path, monkeypatch, capsys) -> None:
         monkeypatch.setattr(Path, "write_text", full)

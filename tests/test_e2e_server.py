@@ -97,6 +97,18 @@ def test_a_server_that_dies_is_said_to_with_the_end_of_its_log(fleet: Fleet) -> 
         fleet.ready("one")
 
 
+def test_somebody_else_who_answers_on_its_port_is_not_taken_for_it(fleet: Fleet) -> None:
+    fleet.want([spec("one", FAKE_START="hang")])  # as one that has not come to listen yet
+    [one] = fleet.started
+    fake, words = FAKE[0], ("--port", str(one.port))
+    with subprocess.Popen([sys.executable, fake, *words], stdout=subprocess.DEVNULL) as other:
+        try:
+            with pytest.raises(ServiceError, match=f"one: somebody else answers on its port {one.port}"):
+                fleet.ready("one")
+        finally:
+            other.kill()
+
+
 def test_a_server_that_hangs_is_given_up(tmp_path: Path, said: list[str]) -> None:
     with Fleet(tmp_path, 1, 1.0, said.append, FAKE) as fleet:
         fleet.want([spec(FAKE_START="hang")])

@@ -87,7 +87,7 @@ NOT_DONE = [
     ("kdtree bench", "torch sees no NVIDIA GPU here", NOTHING, "--predict, --host and --from need none"),
     ("e2e --tp x", "'x' is not a whole number, from 1 to 8", NOTHING, "python -m tests.e2e --help"),
     ("e2e", "NVML cannot be asked for the GPUs", NOTHING, "run it where there is an NVIDIA driver"),
-    (f"e2e --from {E2E_RUN} --json x", "--from shows a file", NOTHING, "--help"),
+    (f"e2e --from {E2E_RUN} --json x", "--json is for a new run, and --from", NOTHING, "--help"),
     ("deploy status", "has no pyinfra", NOTHING, "`make deploy` makes .venv/deploy"),
     # Settings.
     ("KDTREE_MODE=onn kdtree selftest", "KDTREE_MODE='onn' is not understood", NOTHING, "allowed are on, shadow, off"),

@@ -23,7 +23,7 @@ from kdtree_patch.console import open_console
 from kdtree_patch.exits import NotDone
 from kdtree_patch.tiles import FP8_POOLS
 from tests.e2e import gpus, load, models, plan, ranks, report, speed, tokens
-from tests.e2e.record import Record
+from tests.e2e.record import CARRIED_THROUGH, Record
 from tests.e2e.server import Fleet, ServerSpec
 
 RUNS = ("speed", "load", "tokens")
@@ -93,22 +93,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=plot_file, metavar="F", help="draw step times and throughput")
     parser.add_argument("--from", dest="source", type=Path, metavar="F", help="show this stored run; needs no GPU")
     arguments = parser.parse_args(argv)
-    if arguments.tp > 1:
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name in ("only", "points", "layers", "no_kernels", "requests", "plot")
-            if getattr(arguments, name) != parser.get_default(name)
-        ]
+
+    def refuse(names: Iterable[str], what_for: str) -> None:
+        """Words that would not be heeded."""
+        given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
         if given:
-            words = f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for one GPU"
-            parser.error(f"{words}, and with --tp {arguments.tp} the run is `ranks`: leave out one or the other")
+            words = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            parser.error(f"{words} {'is' if len(given) == 1 else 'are'} {what_for}: leave out one or the other")
+
+    if arguments.source is not None:
+        refuse(sorted(vars(arguments).keys() - {"source", "plot"}), "for a new run, and --from shows one that is there")
+    if arguments.tp > 1:
+        one_gpu = ("only", "points", "layers", "no_kernels", "requests", "plot")
+        refuse(one_gpu, f"for one GPU, and with --tp {arguments.tp} the run is `ranks`")
         if arguments.side_by_side is not None and arguments.side_by_side < servers_of_ranks():
             parser.error(
                 f"--side-by-side {arguments.side_by_side} is too few: with --tp {arguments.tp} there are "
                 f"{servers_of_ranks()} servers, all at once: leave it out"
             )
-    if arguments.source is not None and arguments.json is not None:
-        parser.error("--from shows a file that is there, and --json writes one of a new run")
     if arguments.kv_cache_dtype is not None and (arguments.tp > 1 or arguments.only != ["tokens"]):
         parser.error("--kv-cache-dtype goes with --only tokens")
     return arguments
@@ -125,11 +127,13 @@ def run(argv: Sequence[str] | None) -> int:
     nvml = gpus.Nvml()
     if nvml.count < arguments.tp:
         raise NotDone(
-            f"--tp {arguments.tp} needs as many GPUs, and there are {nvml.count}",
-            "run it where there are",
+            f"--tp {arguments.tp} needs as many GPUs, and torch sees {nvml.count} here",
+            "run it where it sees as many, with those in CUDA_VISIBLE_DEVICES if that is set",
         )
-    # Whoever ends a run shall find what it has written, and no servers.
-    signal.signal(signal.SIGTERM, interrupt)
+    # Whoever ends a run shall find what it has written, and no servers. One under nohup does not end with its terminal.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
     record = Record(arguments.json, command_of(argv))
     record.document["meta"] |= {
         "gpu": nvml.name(),
@@ -148,10 +152,12 @@ def run(argv: Sequence[str] | None) -> int:
             except OSError as error:
                 raise NotDone(f"{folder} cannot be made: {error.strerror}", "name another --folder") from error
         record.below(folder, Path(os.path.expanduser("~")))
+        record.save()  # instead of what another run has left there
         try:
             carry_out(arguments, record, nvml, folder)
         except KeyboardInterrupt:
-            record.bar("the run was carried through", False, "it was interrupted")
+            record.bar(CARRIED_THROUGH, False, "it was interrupted")
+        record.end()
     status = show(record.document, arguments.plot)
     if record.unsaved is not None:
         raise record.unsaved

@@ -1,7 +1,9 @@
-"""Which processes are on which GPU, and with how much memory: from NVML, which needs no CUDA context."""
+"""Which processes are on which GPU, and with how much memory: from NVML, which needs no CUDA context. What else there
+is to know of processes: from /proc."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -31,7 +33,12 @@ class Nvml:
 
     @property
     def count(self) -> int:
-        return len(self._handles)
+        """Those that a server may use. NVML has all, and torch those that CUDA_VISIBLE_DEVICES leaves."""
+        try:
+            import torch
+        except ImportError as error:
+            raise NotDone(str(error), "run it in an environment with SGLang, as `make e2e` does") from error
+        return torch.cuda.device_count()
 
     def name(self) -> str:
         name = self._nvml.nvmlDeviceGetName(self._handles[0])
@@ -101,6 +108,19 @@ def gpus_by_role(nvml: Nvml, root: int) -> dict[str, list[int]]:
             if pid in tree:
                 found.setdefault(role(pid, root, tree[pid]), set()).add(index)
     return {name: sorted(indices) for name, indices in sorted(found.items())}
+
+
+def listens(pids: Iterable[int], port: int) -> bool:
+    """Whether one of some processes listens on a port of 127.0.0.1."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(file) in sockets:
+                        return True
+    return False
 
 
 def holder_of_lock(path: Path) -> int | None:

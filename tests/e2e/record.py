@@ -1,7 +1,7 @@
 """What a run has found so far: the document that `--json` names, its bars, and its lines of progress.
 
-The file is written anew after each finding, so that a run that is killed keeps what it has. A disk that is full ends no
-run: what it has found is shown at its end.
+The file is written anew after each finding, so that a run that is killed keeps what it has; until the run ends, it has
+a missed bar that says so. A disk that is full ends no run: what it has found is shown at its end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from kdtree_patch.exits import NotDone
 from tests.e2e.client import ServiceError
 from tests.e2e.server import Server
 
+CARRIED_THROUGH = "the run was carried through"
+UNDER_WAY = {"bar": CARRIED_THROUGH, "ok": False, "found": "it is under way, or was killed"}
+
 
 class Record:
     """`document` is {"meta": {...}, "verdict": [{"bar", "ok", "found"}], "servers": {...}, and a key for each run}."""
@@ -30,6 +33,7 @@ class Record:
         self._quiet = quiet
         self._began = time.monotonic()
         self._folders: tuple[Path, ...] = ()
+        self._ended = False
         self.unsaved: NotDone | None = None  # why the file does not have what the document has
         self.document: dict[str, Any] = {
             "meta": {"command": command, "date": datetime.date.today().isoformat()},
@@ -73,10 +77,17 @@ class Record:
         }
         self.save()
 
+    def end(self) -> None:
+        """From now on the file says what the bars say."""
+        self._ended = True
+        self.save()
+
     def save(self) -> None:
         self.document["meta"]["seconds"] = round(time.monotonic() - self._began, 1)
         if self._path is not None:
-            text = json.dumps(relative(finite(self.document), self._folders), indent=1, allow_nan=False) + "\n"
+            verdict = [*self.document["verdict"], *(() if self._ended else (UNDER_WAY,))]
+            document = relative(finite(self.document | {"verdict": verdict}), self._folders)
+            text = json.dumps(document, indent=1, allow_nan=False) + "\n"
             before, self.unsaved = self.unsaved, None
             try:
                 exits.write(self._path, lambda part: part.write_text(text), "--json")

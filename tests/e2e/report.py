@@ -2,34 +2,88 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdtree_patch.bench_report import read_json
-from kdtree_patch.exits import NotDone
+from kdtree_patch.exits import NotDone, printable
 from tests.e2e.tokens import NO_SECOND
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
+
+# What a reader needs of a run. A name with `?` may be missing; `*` stands for any. Of a tuple one has to fit.
+_DOOR = {"step_ms": float, "tokens_per_s": float, "tokens_per_step": float}
+_POINT = {"mode": str, "prefix": int, "bs": int, "times": float, "stock": _DOOR, "patched": _DOOR}
+_SHARES = {"share_stock?": float, "share_patched?": float}
+_ACCEPTED = {"accept_stock": float, "accept_patched": float}
+_PROMPT = {"prompt": int, "how": str, "differs_at": (int, None), "margin?": (float, str, None), **_ACCEPTED}
+_PAIRS = {"*": [_PROMPT]}
+RUN = {
+    "meta": {"date": str, "gpu?": str},
+    "verdict": [{"bar": str, "ok": bool, "found": str}],
+    "speed?": {"layers": int, "heads": int, "draft_tokens": int, "rows": [_POINT | _SHARES]},
+    "tokens?": _PAIRS,
+    "ranks?": {"tokens": _PAIRS},
+}
 
 MODES = {"graph": "with CUDA graphs", "eager": "without CUDA graphs"}
 
 
 def read_run(path: Path) -> dict[str, Any]:
     """Raises NotDone for a file that is no run of ours."""
-    document = read_json(path)
-    if not isinstance(document, dict) or not isinstance(document.get("verdict"), list) or "meta" not in document:
-        raise NotDone(
-            f"{path} is not a run of make e2e: it has no meta and verdict", "name a file that its --json has written"
-        )
-    return document
+    try:
+        document = read_json(path)
+    except RecursionError:
+        document = None
+    where = misfit(document, RUN)
+    if where is not None:
+        words = f"{where} is missing, or not what a run has there" if where else "it is no JSON object with a verdict"
+        raise NotDone(f"{path} is not a run of make e2e: {words}", "name a file that its --json has written")
+    return dict(document)
+
+
+def misfit(value: Any, shape: Any, where: str = "") -> str | None:
+    """Where a value is not of a shape (`speed.rows.3.times`), or None if it is."""
+    if isinstance(shape, tuple):
+        return None if any(misfit(value, one) is None for one in shape) else where
+    if shape is None:
+        return where if value is not None else None
+    if shape in (int, float):
+        # What can be shown and drawn: no bool, no NaN, and not as many digits as Python's integers may have.
+        number = isinstance(value, int if shape is int else (int, float)) and not isinstance(value, bool)
+        return None if number and abs(value) < 1e15 else where
+    if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
+        return where
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(shape, list):
+        parts = [(index, shape[0]) for index in range(len(value))]
+    elif isinstance(shape, dict) and "*" in shape:
+        parts = [(name, shape["*"]) for name in value]
+    elif isinstance(shape, dict):
+        parts = [(name.rstrip("?"), one) for name, one in shape.items() if name.rstrip("?") in value or name[-1] != "?"]
+    for name, one in parts:
+        below = f"{where}.{name}" if where else str(name)
+        if isinstance(value, dict) and name not in value:
+            return below
+        found = misfit(value[name], one, below)
+        if found is not None:
+            return found
+    return None
 
 
 def passed(document: dict[str, Any]) -> bool:
     """Every bar was kept, and there was one."""
     return bool(document["verdict"]) and all(one["ok"] for one in document["verdict"])
+
+
+def text(words: object) -> Text:
+    """A cell: whatever is in it is neither markup nor something that a terminal would obey."""
+    from rich.text import Text
+
+    return Text("\n".join(map(printable, str(words).split("\n"))))
 
 
 def tables(document: dict[str, Any]) -> Iterator[Table]:
@@ -64,7 +118,7 @@ def speed_table(speed: dict[str, Any]) -> Table:
     for row in speed["rows"]:
         stock, patched = row["stock"], row["patched"]
         table.add_row(
-            row["mode"],
+            text(row["mode"]),
             f"{row['prefix']:,}",
             str(row["bs"]),
             f"{stock['step_ms']:.2f} ms",
@@ -87,9 +141,9 @@ def tokens_table(pairs: dict[str, list[dict[str, Any]]]) -> Table:
     for name, rows in pairs.items():
         for row in rows:
             table.add_row(
-                name,
+                text(name),
                 str(row["prompt"]),
-                row["how"],
+                text(row["how"]),
                 "-" if row["differs_at"] is None else str(row["differs_at"]),
                 _apart(row),
                 f"{row['accept_stock']:.2f}",
@@ -98,18 +152,17 @@ def tokens_table(pairs: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
-def _apart(row: dict[str, Any]) -> str:
+def _apart(row: dict[str, Any]) -> Text:
     """How far stock's best two are apart where the tokens differ; `inf` is a string in a file."""
     if "margin" not in row:
-        return ""
+        return text("")
     if row["margin"] is None:
-        return "neither chosen"
-    return "second impossible" if math.isinf(float(row["margin"])) else f"{float(row['margin']):.3f}"
+        return text("neither chosen")
+    return text("second impossible" if str(row["margin"]) == "inf" else str(row["margin"])[:5])
 
 
 def verdict_table(verdict: list[dict[str, Any]]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title="Verdict")
     for name in ("", "bar", "found"):
@@ -117,7 +170,7 @@ def verdict_table(verdict: list[dict[str, Any]]) -> Table:
     for one in verdict:
         # Runs until 2026-11-30 have a margin of inf in their words. Text, because what was found may have brackets.
         found = one["found"].replace("where stock's best two are inf apart", NO_SECOND)
-        table.add_row("ok" if one["ok"] else "MISS", Text(one["bar"]), Text(found[:600]))
+        table.add_row("ok" if one["ok"] else "MISS", text(one["bar"]), text(found[:600]))
     return table
 
 
@@ -152,7 +205,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
             if one.lines:
                 one.legend(fontsize="small")
     meta, speed = document["meta"], document["speed"]
-    figure.suptitle(f"{meta.get('gpu', '')}: {speed['layers']} layers, {speed['heads']} heads, {meta['date']}")
+    words = f"{meta.get('gpu', '')}: {speed['layers']} layers, {speed['heads']} heads, {meta['date']}"
+    figure.suptitle(printable(words), parse_math=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from tests.e2e import lines
+from tests.e2e import gpus, lines
 from tests.e2e.client import Client, ServiceError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,13 +86,16 @@ class Server:
         self.pid = self._process.pid
 
     def watch(self, timeout: float) -> None:
-        """Until /health answers, or the server has failed; `failure` says how."""
+        """Until it answers on /health, or has failed; `failure` says how."""
         while self.failure is None:
             if self._process.poll() is not None:
                 self.failure = f"it ended with status {self._process.returncode} before it was ready"
             elif time.monotonic() - self._started > timeout:
                 self.failure = f"it was not ready after {timeout:.0f} s"
             elif self.client.healthy():
+                if not gpus.listens(gpus.process_tree(self.pid), self.port):
+                    self.failure = f"somebody else answers on its port {self.port}"
+                    return
                 self.ready_s = time.monotonic() - self._started
                 return
             else:
