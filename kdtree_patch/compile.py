@@ -22,6 +22,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -326,9 +327,22 @@ def _run_nvrtc(nvrtc: Any, compiler: str, target: str, sources: dict[str, bytes]
         cubin = bytes(nvrtc.getCUBIN(program))
     finally:
         nvrtc.destroyProgram(program)
-    if not cubin.startswith(b"\x7fELF"):
+    if len(cubin) < _ELF_HEADER or not cubin.startswith(b"\x7fELF"):
         raise CompileError("compile_failed", f"{compiler} returned no cubin for {target}")
-    return CompileResult(target, cubin, log, parse_resources(log), compiler, time.monotonic() - started)
+    return CompileResult(target, _whole(cubin), log, parse_resources(log), compiler, time.monotonic() - started)
+
+
+_ELF_HEADER = 64
+
+
+def _whole(cubin: bytes) -> bytes:
+    """With its last byte, which cupy's getCUBIN cuts off, as if it ended a string: a zero of the last table of headers.
+    The driver loads it either way; nvdisasm and readelf do not.
+    """
+    tables = struct.unpack_from("<QQ", cubin, 32)
+    _, *shapes = struct.unpack_from("<5H", cubin, 52)  # of each table, the size of an entry and how many there are
+    end = max(start + size * number for start, size, number in zip(tables, shapes[::2], shapes[1::2], strict=True))
+    return cubin + b"\0" if end == len(cubin) + 1 else cubin
 
 
 _FUNCTION = re.compile(r"Function properties for (\S+)")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch
 from kdtree_patch import log
 from kdtree_patch.validate import Buffers
 
-# Bounds of what is saved: files in the folder, bytes in a file. If the prefixes do not fit they are left out.
+# Bounds of what is saved: files in the folder, those included that a worker was killed over, and bytes of tensors in a
+# file. If the prefixes do not fit they are left out.
 MAX_FILES: Final = 16
 MAX_BYTES: Final = 256 << 20
 # Of the buffers under CUDA graphs, which have room for the largest batch, no more than this many elements are kept.
@@ -30,6 +30,8 @@ MAX_KEPT: Final = 1 << 22
 
 STEP_TENSORS: Final = ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")
 LINE_TENSORS: Final = ("q_extend", "k_buffer", *STEP_TENSORS)
+
+PLAIN: Final = (str, int, float, bool, NoneType)
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 
@@ -105,55 +107,76 @@ def save(folder: Path, call: Call, tensors: Tensors, facts: Mapping[str, object]
 
     `tensors` are the layer's: q, k_extend, ours, stock. The file has them under `inputs` (the arguments of
     `VerifyKernel.launch` but for the output) and `results`, with `facts` beside. Of the pool it has the rows of the
-    prefixes alone, and the indices that go with those; which slots they came from is in `slots`. Waits for the device.
+    prefixes alone, and the indices that go with those; which slots they came from is in `slots`. What is not whole is
+    named in `left_out`, and is None. Waits for the device.
     """
-    if len(list(folder.glob("kdtree-guard-*.pt"))) >= MAX_FILES:
-        return {"dump": "none", "dump_error": f"{folder} has {MAX_FILES} of them already"}
     inputs: dict[str, Any] = {name: tensors[name] for name in ("q", "k_extend")} | dict(call.step)
     inputs |= {"q_len": call.q_len, "scale": call.scale}
     results = {name: tensors[name] for name in ("ours", "stock")}
-    left_out = []
     bs = inputs["qo_indptr"].numel() - 1
     ends = inputs["kv_indptr"][: bs + 1].tolist()
+    lengths = {"kv_indices": ends[-1]}
     if inputs["custom_mask"] is not None:
-        length = int(inputs["mask_indptr"][bs - 1]) + call.q_len * (ends[-1] - ends[-2] + call.q_len)
-        if length > inputs["custom_mask"].numel():
-            left_out.append("custom_mask")
-        inputs["custom_mask"] = inputs["custom_mask"][:length]
-    slots = inputs["kv_indices"] = inputs["kv_indices"][: ends[-1]]
-    size = sum(_bytes(value) for value in [*inputs.values(), *results.values()])
+        last = call.q_len * (ends[-1] - ends[-2] + call.q_len)
+        lengths["custom_mask"] = int(inputs["mask_indptr"][bs - 1]) + last
+    left_out = [name for name, length in lengths.items() if length > inputs[name].numel()]
+    for name, length in lengths.items():
+        inputs[name] = None if name in left_out else inputs[name][:length]
+    slots = inputs["kv_indices"]
+    size = sum(map(_bytes, [*inputs.values(), *results.values(), slots]))
     if size > MAX_BYTES:
         return {"dump": "none", "dump_error": f"{size} bytes are more than the {MAX_BYTES} that a file may have"}
     layer = call.pools[call.layer]
     inputs |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     pool = layer.rows
-    if ends[-1] > slots.numel() or size + ends[-1] * pool[0].numel() * pool.element_size() > MAX_BYTES:
+    if slots is None or size + slots.numel() * pool[0].numel() * pool.element_size() > MAX_BYTES:
         left_out.append("kv_pool")
         inputs["kv_pool"] = None
     else:
         # Not every torch can take rows of fp8.
         rows = pool.view(torch.uint8)[slots.long()] if pool.itemsize == 1 else pool[slots.long()]
         inputs["kv_pool"] = rows.view(pool.dtype)
-        inputs["kv_indices"] = torch.arange(ends[-1], dtype=slots.dtype)
+        inputs["kv_indices"] = torch.arange(slots.numel(), dtype=slots.dtype)
+    facts = {**facts, "layer": call.layer, "replay": call.replay, **call.words}
     content = {
         "inputs": {name: _on_the_host(value) for name, value in inputs.items()},
         "results": {name: _on_the_host(value) for name, value in results.items()},
         "slots": _on_the_host(slots),
         "left_out": left_out,
-        "facts": {**facts, "layer": call.layer, "replay": call.replay, **call.words},
+        # torch.load makes no other types than these, not even of a str such as torch.__version__ is.
+        "facts": {name: value if type(value) in PLAIN else str(value) for name, value in facts.items()},
     }
-    # Under a name that is nobody else's, and readable by nobody else: it holds what users of the service wrote.
-    handle, name = tempfile.mkstemp(prefix=f"kdtree-guard-L{call.layer}-{os.getpid()}-", suffix=".tmp", dir=folder)
+    begun = _begin(folder)
+    if begun is None:
+        return {"dump": "none", "dump_error": f"{folder} has {MAX_FILES} of them already"}
     try:
-        with os.fdopen(handle, "wb") as file:
+        with begun.open("wb") as file:
             torch.save(content, file)
-        path = Path(name).with_suffix(".pt")
-        os.replace(name, path)
+        path = begun.with_suffix(".pt")
+        os.replace(begun, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            begun.unlink()
         raise
     return {"dump": path}
+
+
+def _begin(folder: Path) -> Path | None:
+    """An empty file, of the first number that nobody has; None if all are taken. It is readable by nobody else: it is
+    going to hold what users of the service wrote.
+
+    Ranks trip at the same time. The .pt of a number is made by whoever has its .tmp, and that one at most has.
+    """
+    for number in range(MAX_FILES):
+        begun = folder / f"kdtree-guard-{number}.tmp"
+        try:
+            os.close(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            continue
+        if not begun.with_suffix(".pt").exists():
+            return begun
+        begun.unlink()
+    return None
 
 
 def _bytes(value: Any) -> int:

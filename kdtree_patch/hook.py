@@ -365,14 +365,24 @@ def load_kernel(
     except Exception as error:
         if is_fatal(error):
             raise  # whoever has lost the context, the stock kernel will not find it either
+        decline_for_memory(error)
         raise Declined("load_failed", f"{type(error).__name__}: {error}") from error
     if settings.selftest:
         try_out(kernel)
     return kernel
 
 
+def decline_for_memory(error: Exception) -> None:
+    """Raises Declined if the device had no memory left, in torch's words, cupy's or the driver's: nothing is wrong with
+    the kernel then.
+    """
+    detail = f"{type(error).__name__}: {error}"
+    if "out of memory" in detail.lower():
+        raise Declined("out_of_memory", detail) from error
+
+
 def try_out(kernel: Kernel) -> None:
-    """Raises Declined if the kernel computes wrongly on its device."""
+    """Raises Declined if the kernel computes wrongly on its device, or cannot be tried."""
     from kdtree_patch import selftest
 
     try:
@@ -380,6 +390,7 @@ def try_out(kernel: Kernel) -> None:
     except Exception as error:
         if is_fatal(error):
             raise  # a fault of our kernel has taken the context with it: nothing that comes after could be right
+        decline_for_memory(error)
         raise Declined("selftest_failed", f"{type(error).__name__}: {error}", alarming=True) from error
     if wrong:
         worst = max(wrong, key=lambda one: (one.rel != one.rel, one.rel))

@@ -33,6 +33,7 @@ TO_DO = {
     "load_failed": "python -m kdtree_patch doctor --compile tries it; please report it",
     "compile_failed": "python -m kdtree_patch compile tries it; please report it",
     "cache_unwritable": "set KDTREE_CACHE_DIR to a folder that the service's user can write to",
+    "out_of_memory": "leave the GPU some more memory, with a smaller --mem-fraction-static, and restart the service",
     "selftest_failed": "python -m kdtree_patch selftest shows the cases; please report it",
     "guard": "please report it with this line",
     "guard_elsewhere": "the line of that worker has the details",

@@ -3,19 +3,28 @@
 SGLang's processes write theirs into files of one directory (prometheus_client's multiprocess mode), which the HTTP
 process reads: whatever a worker registers appears there, with no port of its own. prometheus_client decides at its
 import whether it writes such files, so it is imported here, when the first backend is constructed, long after SGLang
-has named the directory; and not at all in a service without metrics. Knows prometheus_client and the log.
+has named the directory; and not at all in a service without metrics.
+
+It writes through a map of a sparse file. Where the disk has no block for a page of it, there is no exception: the
+process is ended by SIGBUS. So before anything is added to such a file, it is given the blocks. Knows prometheus_client,
+its files, and the log.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from kdtree_patch import log
 
 DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
+# What a file is to have beyond what is in it: as much as prometheus_client makes a new one. An entry of ours has less
+# than 500 bytes; the rest is for what SGLang adds in the same moment.
+ROOM: Final = 1 << 16
 
 
 def of_service(server_args: Any) -> Metrics | None:
@@ -28,10 +37,21 @@ def of_service(server_args: Any) -> Metrics | None:
         )
         return None
     try:
+        from prometheus_client import values
+
+        if not values.ValueClass._multiprocess:
+            words = (
+                "metrics are on, but prometheus_client was imported before %s was set; ours are not exported: set it "
+                "to a folder in the service's environment"
+            )
+            log.get_logger().warning(words, DIRECTORY)
+            return None
         return Metrics()
     except Exception as error:
         log.get_logger().warning(
-            "metrics failed: %s: %s; ours are not exported, calls are served as before", type(error).__name__, error
+            "metrics failed: %s: %s; ours are not exported, calls are served as before: restart when it is mended",
+            type(error).__name__,
+            error,
         )
         return None
 
@@ -48,10 +68,26 @@ def safely(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             self.off = True
             log.get_logger().warning(
-                "metrics failed: %s: %s; ours stop here, calls are served as before", type(error).__name__, error
+                "metrics failed: %s: %s; ours stop here, calls are served as before: restart when it is mended",
+                type(error).__name__,
+                error,
             )
 
     return call
+
+
+def make_room(kind: str) -> None:
+    """In the file that this process has for metrics of a kind, which need not be there yet. Raises OSError."""
+    path = Path(os.environ[DIRECTORY], f"{kind}_{os.getpid()}.db")
+    with path.open("a+b") as file:
+        file.seek(0)
+        used = int.from_bytes(file.read(4), sys.byteorder)
+        try:
+            os.posix_fallocate(file.fileno(), 0, used + ROOM)
+        except OSError as error:
+            if not used:  # nobody has it yet, and an empty one is an error to whoever reads them all
+                path.unlink()
+            raise OSError(error.errno, f"{error.strerror} for {ROOM >> 10} KB more", str(path)) from error
 
 
 class Metrics:
@@ -72,15 +108,20 @@ class Metrics:
             ["layer"],
             multiprocess_mode="max",
         )
+        make_room("gauge_max")
         self._tripped = Gauge(
             "kdtree:guard_tripped",
             "1 if the guard of a worker has tripped; not in those that are stock because of it.",
             multiprocess_mode="max",
         )
         self._tripped.set(0)
-        # labels() costs more than counting does.
-        self._calls_of = functools.cache(lambda route, reason: self._calls.labels(route, reason))
-        self._rel_of = functools.cache(lambda layer: self._rel.labels(layer))
+        # Once for each, because labels() costs more than counting does, and adds an entry.
+        self._calls_of = functools.cache(functools.partial(self._entry, "counter", self._calls))
+        self._rel_of = functools.cache(functools.partial(self._entry, "gauge_max", self._rel))
+
+    def _entry(self, kind: str, metric: Any, *labels: object) -> Any:
+        make_room(kind)
+        return metric.labels(*labels)
 
     @safely
     def count(self, route: str, reason: str, calls: int) -> None:

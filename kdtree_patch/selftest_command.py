@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kdtree_patch.arguments import settings_of_environment
+from kdtree_patch.exits import NotDone
 from kdtree_patch.settings import Settings
 from kdtree_patch.tiles import FP8_POOLS
 
@@ -20,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the kernel against a float64 reference on this GPU",
         description="Compiles or loads the kernel and compares it with float64 on a few small cases, as each worker of "
         "a service does when it starts. Exit status: 0 good; 1 if a result is wrong or there is no kernel; 2 not "
-        "done: wrong usage.",
+        "done: wrong usage, or no GPU or no torch.",
     )
     parser.add_argument(
         "--device",
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(name: str, settings: Settings, pool: str | None = None) -> dict[str, Any]:
     """The results and the verdict, as printed with --json; `seconds` without loading the kernel. `pool`: the type of an
-    fp8 KV pool.
+    fp8 KV pool. Raises NotDone where there is nothing to try, or nothing to try it with.
     """
     found: dict[str, Any] = {"good": False, "device": name, "target": None, "seconds": 0.0, "results": [], "error": ""}
     try:
@@ -70,12 +71,12 @@ def examine(name: str, settings: Settings, pool: str | None = None) -> dict[str,
         from kdtree_patch.kernel import FP8_POOLS as TYPES
         from kdtree_patch.kernel import VerifyKernel
     except ImportError as error:
-        return found | {"error": f"{error}: run it with the service's interpreter"}
+        raise NotDone(str(error), "run it with the service's interpreter") from error
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NotDone("torch sees no NVIDIA GPU here", "run it where there is one; --device cpu tests the CPU build")
     try:
-        device = torch.device(name)
         if device.type == "cuda":
-            if not torch.cuda.is_available():
-                return found | {"error": "torch sees no NVIDIA GPU here; --device cpu tests the CPU build"}
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         fp8 = next((dtype for dtype, word in TYPES.items() if word == pool), None)
         kernel = VerifyKernel.load(device, settings.cache_dir, config=settings.config, pool=fp8)

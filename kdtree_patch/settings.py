@@ -7,7 +7,6 @@ There is no third way: a value that is not understood is never replaced by a def
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,9 @@ LOG_LEVELS = ("info", "warning", "error")
 # How far the stock result is from float64 with an fp8 KV pool, since it rounds queries and weights to fp8 before it
 # multiplies: so far at least a guard's limit must be. Random inputs give 0.03 to 0.2.
 FP8_STOCK_REL = 0.3
+# A guard's limit at most. Its square is compared, so there must be a bound; a result that has nothing to do with
+# stock's is near 1.
+MOST_REL = 1_000_000
 
 VARIABLES = (
     "KDTREE_MODE",
@@ -137,13 +139,11 @@ def _folder(given: Mapping[str, str], name: str) -> Path | None:
 def _limit(given: Mapping[str, str], name: str) -> float | None:
     if name not in given:
         return None
-    try:
-        limit = float(given[name])
-    except ValueError:
-        limit = math.nan
+    written = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", given[name])
+    limit = float(given[name]) if written else 0.0
     # 0 would trip on rounding, so it can only be a mistake for "no limit".
-    if not 0 < limit < math.inf:
-        raise SettingError(name, given[name], "allowed is a number above 0, for example 0.05")
+    if not 0 < limit <= MOST_REL:
+        raise SettingError(name, given[name], f"allowed is a number above 0 and up to {MOST_REL}, for example 0.05")
     return limit
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -340,6 +341,17 @@ ptxas info    : Used 80 registers, used 1 barriers, 4000 bytes smem, 368 bytes c
         compiling.KernelResources("not_inlined", 0, 8, 12, 16, 0),
         compiling.KernelResources("second", 64, 1116, 1228, 400, 0),
     )
+
+
+@pytest.mark.parametrize("target", compiling.NVRTC_TARGETS)
+def test_the_headers_of_a_cubin_lie_within_it(target: str, tmp_path: Path):
+    """The driver takes one that has lost its end; readelf and nvdisasm, with which it is looked at, do not."""
+    cubin = compile_cubin(target, kernels_folder(tmp_path, SPILLING_SOURCE)).cubin
+    starts = struct.unpack_from("<QQ", cubin, 32)
+    program_size, programs, section_size, sections = struct.unpack_from("<4H", cubin, 54)
+    assert programs > 0 and sections > 0
+    ends = starts[0] + program_size * programs, starts[1] + section_size * sections
+    assert max(ends) <= len(cubin)
 
 
 def test_spills_of_a_real_kernel_are_seen(tmp_path: Path):

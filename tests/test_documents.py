@@ -41,6 +41,7 @@ from kdtree_patch import (
 )
 from kdtree_patch import compile as compiling
 from kdtree_patch.exits import NotDone
+from kdtree_patch.kernel import FP8_POOLS
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.reference import rel
 from kdtree_patch.route import VerifyRouter
@@ -324,17 +325,17 @@ def test_the_command_does_what_the_document_says(command: str, scene: Path) -> N
     assert not expected.leaves or (scene / expected.leaves).stat().st_size > 0
 
 
+@pytest.mark.parametrize("pool", [None, *FP8_POOLS])
 def test_the_file_of_the_guard_is_read_and_run_as_the_document_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pool: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case, kernel = a_case(), FakeKernel(mark=1.0)
+    case = a_case(pool=pool, **({"k_scale": 0.5, "v_scale": 0.25} if pool else {}))
+    kernel = FakeKernel(mark=1.0, pool=pool)
     router = VerifyRouter(
         Stock(answer=None).function, kernel, Settings(guard_rel=0.05, guard_dump=tmp_path), Ledger(), facts={}
     )
     router.context = (a_layer(3), a_batch())
     router(**arguments(case))
-    (saved,) = tmp_path.glob("kdtree-guard-L3-*.pt")
-    saved.rename(tmp_path / "kdtree-guard-L3.pt")
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     (code,) = OPERATIONS.code()

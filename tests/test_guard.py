@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import stat
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kdtree_patch import guard, validate
+from kdtree_patch import guard, hook, validate
 from kdtree_patch.kernel import VerifyKernel
 from kdtree_patch.ledger import Ledger
 from kdtree_patch.route import VerifyRouter
@@ -160,8 +163,9 @@ def test_the_file_has_the_call_and_can_be_run_again(
 
 
 def test_no_more_files_than_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those included that a worker which was killed has begun."""
     for number in range(guard.MAX_FILES):
-        (tmp_path / f"kdtree-guard-{number}.pt").touch()
+        (tmp_path / f"kdtree-guard-{number}.{'tmp' if number % 2 else 'pt'}").touch()
     Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run(a_case())
     assert len(list(tmp_path.iterdir())) == guard.MAX_FILES
     assert f'dump=none dump_error="{tmp_path} has {guard.MAX_FILES} of them already"' in errors(capsys)[0]
@@ -196,9 +200,63 @@ def test_a_disk_that_is_full_leaves_no_half_a_file(
 ) -> None:
     def full(content: Any, file: Any) -> None:
         file.write(b"half")
+        assert [path.name for path in tmp_path.iterdir()] == ["kdtree-guard-0.tmp"]  # it counts if this is the end
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(torch, "save", full)
     Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run(a_case())
     assert list(tmp_path.iterdir()) == []
     assert "No space left on device" in errors(capsys)[0]
+
+
+def test_a_file_with_the_facts_of_a_service_is_loaded(tmp_path: Path) -> None:
+    """torch.__version__ is a str of a kind that torch.load refuses to make."""
+    bench = Bench(FakeKernel(mark=1.0), guard_dump=tmp_path)
+    facts = hook.about(bench.settings, bench.kernel, 0)
+    bench.router = VerifyRouter(bench.stock.function, bench.kernel, bench.settings, bench.ledger, rank=0, facts=facts)
+    bench.run(a_case())
+    found = saved(tmp_path)["facts"]
+    assert found["torch"] == str(torch.__version__) and found["guard_rel"] == 0.05
+    assert found.keys() >= facts.keys() and {type(value) for value in found.values()} <= set(guard.PLAIN)
+
+
+@pytest.mark.parametrize("short", ["custom_mask", "kv_indices"])
+def test_what_a_graph_has_not_kept_whole_is_left_out(short: str, tmp_path: Path) -> None:
+    """Half of it would be read beyond its end by whoever runs the call again."""
+    case = a_case(prefixes=[40, 7])
+    call = guard.Call.of(arguments(case), 3, case.scale)
+    call = replace(call, step={**call.step, short: call.step[short][:-1]})
+    tensors = {"q": case.q, "k_extend": case.k_extend, "ours": case.out, "stock": case.out}
+    guard.save(tmp_path, call, tensors, FACTS)
+    found = saved(tmp_path)
+    assert found["left_out"] == ([short, "kv_pool"] if short == "kv_indices" else [short])
+    assert {name for name, value in found["inputs"].items() if value is None} == set(found["left_out"])
+
+
+def test_ranks_that_trip_at_once_share_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(guard.MAX_FILES - 1):
+        (tmp_path / f"kdtree-guard-{number}.pt").touch()
+    save = torch.save
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", slowly)
+    threads = [
+        threading.Thread(target=Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run, args=(a_case(),))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(tmp_path.iterdir())) == guard.MAX_FILES
+
+
+def test_all_that_is_stored_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indices are there twice: where the prefixes came from, and where they are in the file."""
+    case = a_case(prefixes=[100_000], mask="none")
+    monkeypatch.setattr(guard, "MAX_BYTES", 12 * case.kv_indices.numel())
+    Bench(FakeKernel(mark=1.0), guard_dump=tmp_path).run(case)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= guard.MAX_BYTES

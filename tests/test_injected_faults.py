@@ -254,7 +254,7 @@ def test_no_memory_for_the_workspace(monkeypatch: pytest.MonkeyPatch, capsys: py
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", none_left)
         backend = service.start()
-    stock_and_one_line(service, backend, lines(capsys), "load_failed", "OutOfMemoryError: CUDA out of memory")
+    stock_and_one_line(service, backend, lines(capsys), "out_of_memory", "OutOfMemoryError: CUDA out of memory")
 
 
 # Launches.

@@ -120,7 +120,7 @@ def test_a_client_that_cannot_be_used_is_said(
 
 
 def test_a_failure_while_counting_costs_no_call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = []
 
@@ -138,10 +138,76 @@ def test_a_failure_while_counting_costs_no_call(
         def set(self, value: float) -> None:
             pass
 
-    monkeypatch.setenv(metrics.DIRECTORY, "/somewhere")
-    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Full, Gauge=Full))
+    monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
+    values = SimpleNamespace(ValueClass=SimpleNamespace(_multiprocess=True))
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Full, Gauge=Full, values=values))
     ledger = Ledger(metrics.of_service(ON))
     for _ in range(3):
         ledger.count_routed("kernel", "verify")
     assert ledger.counts["kernel", "verify"] == 3 and tried == [1]
     assert capsys.readouterr().err.count("No space left on device; ours stop here") == 1
+
+
+def test_a_client_that_was_imported_too_early_is_said(tmp_path: Path) -> None:
+    """It has decided then that it writes no files."""
+    code = f"""
+import os, prometheus_client
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+from types import SimpleNamespace
+from kdtree_patch import metrics
+assert metrics.of_service(SimpleNamespace(enable_metrics=True)) is None
+"""
+    (line,) = python(code).stderr.splitlines()
+    assert "WARNING metrics are on, but prometheus_client was imported before PROMETHEUS_MULTIPROC_DIR was set" in line
+
+
+# Many entries, some of them longer than a page with their like.
+MANY = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from kdtree_patch import metrics
+from kdtree_patch.ledger import Ledger
+folder = Path(os.environ[metrics.DIRECTORY])
+ledger = Ledger(metrics.of_service(SimpleNamespace(enable_metrics=True)))
+for number in range(600):
+    ledger.count("stock", "x" * 60 + str(number))
+    if ledger.meters:
+        ledger.meters.compared(number, 0.1)
+"""
+
+
+def test_what_is_written_to_has_its_blocks(tmp_path: Path) -> None:
+    """Those that the next entry needs as well."""
+    python(MANY, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    for path in tmp_path.iterdir():
+        used = int.from_bytes(path.read_bytes()[:4], sys.byteorder)
+        assert used > metrics.ROOM  # prometheus_client has made the file longer than it began
+        assert path.stat().st_blocks * 512 > used + metrics.ROOM - 1000
+
+
+@pytest.mark.parametrize(("free", "words"), [(0, "not exported"), (12, "not exported"), (180, "stop here")])
+def test_a_disk_that_is_full_does_not_end_the_worker(free: int, words: str, tmp_path: Path) -> None:
+    """A small disk in a namespace of its own; prometheus_client alone is ended by SIGBUS there."""
+    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
+    mount = 'mount -t tmpfs -o size=256k tmpfs "$0"'
+    try:
+        subprocess.run([*namespace, mount, str(tmp_path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespace with a disk of its own: {error}")
+    code = f"{MANY}print(ledger.counts['stock', 'x' * 60 + '599'], sorted(path.name[:5] for path in folder.iterdir()))"
+    fill = f'head -c {256 - free}k /dev/zero >"$0/full"; exec "$@"'
+    env = child_env(None, {metrics.DIRECTORY: str(tmp_path)}, patched=False)
+    done = subprocess.run(
+        [*namespace, f"{mount}; {fill}", str(tmp_path), sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device for 64 KB more: " in line and f"; ours {'are ' * (free < 64)}{words}, " in line
+    # No empty file, at which the service's own page would fail.
+    files = ["full"] if free < 64 else ["count", "full", "gauge"]
+    assert done.stdout == f"1 {files}\n"

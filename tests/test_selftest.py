@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdtree_patch import hook, selftest
+from kdtree_patch import hook, log, selftest
 from kdtree_patch.kernel import FP8_POOLS, VerifyKernel
 from kdtree_patch.reference import attention
 from kdtree_patch.settings import Settings
@@ -175,6 +175,22 @@ def test_a_kernel_that_cannot_be_launched_is_declined(monkeypatch: pytest.Monkey
     assert declined.value.reason == "selftest_failed"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+        MemoryError("Out of memory allocating 2,097,152 bytes"),
+    ],
+)
+def test_a_device_that_is_full_is_no_fault_of_the_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(hook.Declined) as declined:
+        load(monkeypatch, FakeKernel(error=error))
+    assert (declined.value.reason, declined.value.alarming) == ("out_of_memory", False)
+    said = log.advised(declined.value.reason, str(declined.value))
+    assert str(error) in said and "--mem-fraction-static" in said and "report" not in said
+
+
 def test_a_fault_that_took_the_context_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("an illegal memory access")
     error.status = 700  # type: ignore[attr-defined]
@@ -212,7 +228,7 @@ def test_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "status", "words"),
     [
-        ((), {}, 1, "FAIL: torch sees no NVIDIA GPU here; --device cpu tests the CPU build"),
+        ((), {}, 2, "selftest: torch sees no NVIDIA GPU here; nothing has been done: run it where there is one"),
         (("--device", "gpu"), {}, 2, "'gpu' is not cuda, cuda:N or cpu"),
         (("--device", "cpu"), {"KDTREE_MODE": "onn"}, 2, "selftest: KDTREE_MODE='onn' is not understood"),
         (("--device", "cpu"), {"CXX": "no-such-compiler"}, 1, "no-such-compiler"),

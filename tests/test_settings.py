@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from kdtree_patch import validate
 from kdtree_patch.settings import SettingError, Settings
 
 
@@ -79,6 +81,14 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "limit"), [("0.05", 0.05), (".5", 0.5), ("1.", 1.0), ("5E-2", 0.05), ("1e+6", 1e6), ("1e-9", 1e-9)]
+)
+def test_numbers_of_a_limit(value: str, limit: float) -> None:
+    assert Settings.from_environ({"KDTREE_GUARD_REL": value}).guard_rel == limit
+    validate.Comparison(torch.device("cpu"), limit)  # which has its square
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "allowed"),
     [
         ("KDTREE_MODE", "onn", "on, shadow, off"),
@@ -100,6 +110,12 @@ def test_the_largest_number_that_the_message_names_is_taken() -> None:
         ("KDTREE_GUARD_REL", "nan", "a number above 0"),
         ("KDTREE_GUARD_REL", "inf", "a number above 0"),
         ("KDTREE_GUARD_REL", "5%", "a number above 0"),
+        ("KDTREE_GUARD_REL", "1e-400", "a number above 0"),
+        ("KDTREE_GUARD_REL", "1000001", "a number above 0 and up to 1000000"),
+        ("KDTREE_GUARD_REL", "1e200", "a number above 0 and up to 1000000"),
+        ("KDTREE_GUARD_REL", "1_0", "a number above 0"),
+        ("KDTREE_GUARD_REL", "\N{ARABIC-INDIC DIGIT FIVE}", "a number above 0"),
+        ("KDTREE_GUARD_REL", ".", "a number above 0"),
         ("KDTREE_GUARD_DUMP", "/tmp", "it needs KDTREE_GUARD_REL"),
         ("KDTREE_SELFTEST", "no", "1, 0"),
         ("KDTREE_CONFIG", "sm_90", "auto, portable, hopper"),

@@ -158,7 +158,9 @@ def _apart(row: dict[str, Any]) -> Text:
         return text("")
     if row["margin"] is None:
         return text("neither chosen")
-    return text("second impossible" if str(row["margin"]) == "inf" else str(row["margin"])[:5])
+    if str(row["margin"]) == "inf":
+        return text("second impossible")
+    return text(f"{row['margin']:.3g}" if isinstance(row["margin"], float) else row["margin"])
 
 
 def verdict_table(verdict: list[dict[str, Any]]) -> Table:
