@@ -111,6 +111,7 @@ class Both:
         self._replays = 0
         self._unfetched = False
         self._told = False  # the graphs know that the kernel is off
+        self._recorded_mode = "verify"  # of the calls in this backend's graphs
 
     # ----------------------------------------------------------------------------------------------------------- eager
 
@@ -143,7 +144,7 @@ class Both:
                 return
             pair = (served, other) if ours else (other, served)
             found = difference(*pair, self._scratch(served, capturing=False), _beyond(routed))
-            self._say(routed.layer, found)
+            self._say(routed.layer, found, routed.mode)
             if self._limit is not None and found.exceeds(self._limit):
                 about = guard.Call.of(routed.values, routed.layer, routed.scale)
                 self._trip(about, found, lambda: (about, _layer(routed.values, *pair)))
@@ -233,6 +234,7 @@ class Both:
             self._graph_calls[recording.call.elements] = recording.call
             recording.work = self._begin(recording.call, capturing=True)
         recording.call.pools[routed.layer] = guard.Pool.of(routed.values)
+        self._recorded_mode = routed.mode
         return recording.work
 
     def _begin(self, call: guard.Call, capturing: bool) -> Work:
@@ -307,7 +309,7 @@ class Both:
             snapshot = self._snapshot
             self._trip(about, tripped.found, None if snapshot is None else lambda: snapshot.taken(about))
         for one in layers:
-            self._say(one.layer, one.found)
+            self._say(one.layer, one.found, self._recorded_mode)
         if self._unfetched and self._comparison.fetch():
             self._unfetched = False
         if self._snapshot is not None:
@@ -339,11 +341,11 @@ class Both:
         if self._limit is not None:
             self._ledger.disable("guard_failed", why)
 
-    def _say(self, layer: int, found: Difference) -> None:
+    def _say(self, layer: int, found: Difference, mode: str) -> None:
         if self._validate:
-            log.get_logger().info("%s", found.line(layer, self._rank))
+            log.get_logger().info("%s", found.line(layer, self._rank, mode))
         if self._ledger.meters is not None:
-            self._ledger.meters.compared(layer, found.rel)
+            self._ledger.meters.compared(mode, layer, found.rel)
 
     def _trip(
         self, about: guard.Call, found: Difference, kept: Callable[[], tuple[guard.Call, guard.Tensors]] | None

@@ -105,7 +105,7 @@ class Metrics:
         self._rel = Gauge(
             "kdtree:validation_rel",
             "L2 norm of the difference to the stock result over that of the stock result, when last compared.",
-            ["layer"],
+            ["mode", "layer"],
             multiprocess_mode="max",
         )
         make_room("gauge_max")
@@ -129,8 +129,8 @@ class Metrics:
         self._calls_of(route, reason).inc(calls)
 
     @safely
-    def compared(self, layer: int, rel: float) -> None:
-        self._rel_of(layer).set(rel)
+    def compared(self, mode: str, layer: int, rel: float) -> None:
+        self._rel_of(mode, layer).set(rel)
 
     @safely
     def tripped(self) -> None:

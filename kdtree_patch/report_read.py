@@ -152,7 +152,7 @@ def printable(text: bytes | str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _tail(tail: bytes) -> tuple[int, int, int | None, int | None]:
     """nan, stock_nan, calls and tp_rank of a layer line: the same few words again and again."""
-    fields = dict(part.split("=", 1) for part in tail.decode(errors="replace").split())
+    fields = dict(part.split("=", 1) for part in tail.decode(errors="replace").split(" ") if "=" in part)
     nan, stock_nan, calls = (_number(fields.get(name)) for name in ("nan", "stock_nan", "calls"))
     return nan or 0, stock_nan or 0, calls, _rank(fields.get("tp_rank"))
 

@@ -62,10 +62,14 @@ class Difference:
         more = log.fields({"nan": self.nan or None, "stock_nan": self.stock_nan or None, "calls": self.calls})
         return f"{words} {more}" if more else words
 
-    def line(self, layer: object, rank: int | None) -> str:
-        """The layer line, which operators grep for: fields may follow, none may go."""
+    def line(self, layer: object, rank: int | None, mode: str = "verify") -> str:
+        """The layer line, which operators grep for: fields may follow, none may go. `mode` is the forward mode: a draft
+        model has a layer 0, too.
+        """
         words = f"L{layer} {self.figures()}"
-        return words if rank is None else f"{words} tp_rank={rank}"
+        if rank is not None:
+            words += f" tp_rank={rank}"
+        return words if mode == "verify" else f"{words} mode={mode}"
 
     def exceeds(self, limit: float) -> bool:
         """What the guard trips on. `Comparison.judge` says the same on the device."""

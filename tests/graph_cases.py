@@ -72,7 +72,9 @@ def draft_extends_are_recorded_by_themselves(make: Make, capsys: pytest.CaptureF
     assert bench.ledger.disabled is None
     # Two eager calls before each of the two captures, then an eager call and a replay of each batch.
     assert bench.ledger.counts == {("kernel", "draft_extend"): (2 * 2 + 2 * 3) * layers}
-    replays = [line for line in layer_lines(capsys) if "calls" in line]
+    lines = layer_lines(capsys)
+    assert {line["mode"] for line in lines} == {"draft_extend"}
+    replays = [line for line in lines if "calls" in line]
     assert sum(int(line["calls"]) for line in replays) == 3 * layers
     assert all(float(line["rel"]) < 2 * LIMIT[bench.layers[0].q.dtype] for line in replays)
     bench.router.replay_begins(4)  # a verify batch, of which nothing was captured

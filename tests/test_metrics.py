@@ -37,8 +37,9 @@ for _ in range(61):
     ledger.count_routed("kernel", "verify")
 ledger.count_routed("kernel", "verify", 61)
 ledger.count("stock", "kv_dtype", rank)
-ledger.meters.compared(7, 0.5)
-ledger.meters.compared(7, 0.001 * rank)
+ledger.meters.compared("verify", 7, 0.5)
+ledger.meters.compared("verify", 7, 0.001 * rank)
+ledger.meters.compared("draft_extend", 7, 0.25)
 if rank == 2:
     ledger.disable("guard", "a line")
 elif rank == 1:
@@ -75,7 +76,8 @@ def test_they_are_on_the_services_own_page(release: str) -> None:
     assert figures == {
         'kdtree:verify_calls_total{reason="verify",route="kernel"}': 3 * 122,
         'kdtree:verify_calls_total{reason="kv_dtype",route="stock"}': 3,
-        'kdtree:validation_rel{layer="7"}': 0.002,
+        'kdtree:validation_rel{layer="7",mode="verify"}': 0.002,
+        'kdtree:validation_rel{layer="7",mode="draft_extend"}': 0.25,
         "kdtree:guard_tripped": 1,
     }
 
@@ -173,7 +175,7 @@ ledger = Ledger(metrics.of_service(SimpleNamespace(enable_metrics=True)))
 for number in range(600):
     ledger.count("stock", "x" * 60 + str(number))
     if ledger.meters:
-        ledger.meters.compared(number, 0.1)
+        ledger.meters.compared("verify", number, 0.1)
 """
 
 

@@ -296,7 +296,7 @@ def test_padding_of_an_extend_is_in_no_figure(mode: str, capsys: pytest.CaptureF
     router.context, router.mode = (a_layer(), a_batch()), "extend"
     router(**arguments(case))
     (line,) = layer_lines(capsys)
-    assert float(line[4]) == 0.0 and line[5] == ""
+    assert float(line[4]) == 0.0 and line[5] == " mode=extend"
     assert router.ledger.disabled is None
     assert rel(case.out[:4], reference(case)[:4]) < 1e-3
 
