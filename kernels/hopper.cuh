@@ -136,13 +136,76 @@ __device__ __forceinline__ void hold_accumulators(float (&d)[ROW_TILES][4]) {
 // K-major both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
 //   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2
 template <class Element, int ROW_TILES, bool TRANSPOSED>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b) {
-  KDTREE_WGMMA(16, "%8", "%9", "%10")
-  KDTREE_WGMMA(32, "%16", "%17", "%18")
-  KDTREE_WGMMA(40, "%20", "%21", "%22")
-  KDTREE_WGMMA(48, "%24", "%25", "%26")
-  KDTREE_WGMMA(64, "%32", "%33", "%34")
-  KDTREE_WGMMA(72, "%36", "%37", "%38")
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b){
+    KDTREE_WGMMA(16, "%8", "%9", "%10") KDTREE_WGMMA(32, "%16", "%17", "%18") KDTREE_WGMMA(40, "%20", "%21", "%22")
+        KDTREE_WGMMA(48, "%24", "%25", "%26") KDTREE_WGMMA(64, "%32", "%33", "%34") KDTREE_WGMMA(72, "%36", "%37", "%38")}
+// The same of a (64 x 32) and b (32 x 8 * ROW_TILES) of 8-bit numbers, both K-major: keys as the pool has them, queries in e4m3.
+#define KDTREE_WGMMA_FP8_OF(ROWS, TYPE, A, B)                                                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #ROWS "k32.f32." TYPE ".e4m3 {" KDTREE_R##ROWS "}, " A ", " B ", 1, 1, 1;" \
+               : KDTREE_D##ROWS                                                                                               \
+               : "l"(a), "l"(b)                                                                                               \
+               : "memory")
+#define KDTREE_WGMMA_FP8(ROWS, A, B)           \
+  if constexpr (ROW_TILES * 8 == ROWS) {       \
+    if constexpr (Pool::is_e4m3) {             \
+      KDTREE_WGMMA_FP8_OF(ROWS, "e4m3", A, B); \
+    } else {                                   \
+      KDTREE_WGMMA_FP8_OF(ROWS, "e5m2", A, B); \
+    }                                          \
+  }
+template <int ROW_TILES>
+__device__ __forceinline__ void wgmma_fp8_m64k32(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b){
+    KDTREE_WGMMA_FP8(32, "%16", "%17") KDTREE_WGMMA_FP8(64, "%32", "%33") KDTREE_WGMMA_FP8(72, "%36", "%37")}
+
+// d += a (64 x 16) * b, where a comes from registers, which must stay as they are until the wgmma was waited for, and b is MN-major:
+//   a[i]  row 16 * w + group + 8 * (i % 2), columns 2 * quad + 8 * (i / 2) and the next
+#define KDTREE_WGMMA_REGISTERS_OF(ROWS, TYPE, A, B)                                                                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32." TYPE "." TYPE " {" KDTREE_R##ROWS "}, {" A "}, " B ", 1, 1, 1, 1;" \
+               : KDTREE_D##ROWS                                                                                                        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                                    \
+               : "memory")
+#define KDTREE_WGMMA_REGISTERS(ROWS, A, B)           \
+  if constexpr (ROW_TILES * 8 == ROWS) {             \
+    if constexpr (Element::is_bf16) {                \
+      KDTREE_WGMMA_REGISTERS_OF(ROWS, "bf16", A, B); \
+    } else {                                         \
+      KDTREE_WGMMA_REGISTERS_OF(ROWS, "f16", A, B);  \
+    }                                                \
+  }
+template <class Element, int ROW_TILES>
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], const unsigned (&a)[4], unsigned long long b){
+    KDTREE_WGMMA_REGISTERS(32, "%16, %17, %18, %19", "%20") KDTREE_WGMMA_REGISTERS(64, "%32, %33, %34, %35", "%36")
+        KDTREE_WGMMA_REGISTERS(72, "%36, %37, %38, %39", "%40")}  // Until here, registers that a wgmma reads are in use.
+__device__ __forceinline__ void hold_operand(unsigned (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
+// Two 8 x 8 matrices of 16-bit numbers, transposed; lanes 0 to 15 have the addresses of their rows.
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+}
+// Two fp16 to e4m3, rounded; too large ones become the largest.
+__device__ __forceinline__ unsigned short fp16x2_to_e4m3x2(unsigned pair) {
+  unsigned short converted;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(converted) : "r"(pair));
+  return converted;
+}
+__device__ __forceinline__ unsigned subtract_fp16x2(unsigned a, unsigned b) {
+  unsigned difference;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+// Two fp16 as they are, but for infinity.
+__device__ __forceinline__ unsigned nan_if_infinite(unsigned pair) {
+  unsigned number;
+  asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(number) : "r"(pair), "r"(0));
+  return number;
+}
+// The larger of two pairs of 16-bit integers, each by itself.
+__device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) {
+  unsigned larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 
 #endif  // KDTREE_HOST
@@ -197,10 +260,48 @@ __device__ __forceinline__ unsigned uniform(unsigned x) { return __shfl_sync(~0u
 // Byte offset of 16-byte unit `unit` of a key or query in its chunk: the 128-byte swizzle.
 __device__ __forceinline__ int chunk_offset(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
 
+// -------------------------------------------------------------------------------------------------------------------- raw tiles of fp8
+//
+// Tiles that have keys of the prefix alone are multiplied as the pool has them: nothing is unpacked on the way. That makes 128 columns a
+// chunk of 128 bytes; they lie where the tile's even chunks of 64 columns would, and the rope's 64 bytes in the rope chunk.
+//   S   wgmma of fp8. A query is the sum of two e4m3 numbers, after one power of two for all queries of the block has brought the largest
+//       to 128 and above: what is left of it then, after four and four bits of mantissa, is less than what bf16 would have rounded.
+//       The two lie where chunks 2 c and 2 c + 1 of the queries do, those of the rope side by side.
+//   O   V^T from registers, as fp16, which all fp8 are: ldmatrix, transposed, brings two columns of two keys each, which are rows 2 g and
+//       2 g + 1 of V^T. The accumulators' rows g and g + 8 of 16 are therefore columns 2 g and 2 g + 1 of the output.
+// Other tiles, with drafts among them, are unpacked by the copy warpgroup and multiplied in the queries' type.
+__device__ __forceinline__ bool is_raw(const Request& request, int tile) {
+  return Pool::is_fp8 && (tile + 1) * kTileKeys <= request.prefix;
+}
+constexpr int kSplitExponent = 7;
+__device__ __forceinline__ float power_of_2(int exponent) { return __int_as_float(127 + exponent << 23); }
+constexpr int kRawChunks = kLatent / 128;  // the rope chunk not counted
+// Raw chunk: the part that it is in. Those of the first columns of either value warpgroup come first.
+__device__ __forceinline__ constexpr int raw_part(int chunk) { return chunk % (kRawChunks / 2); }
+
+// Eight numbers times a power of two as sums of two e4m3 numbers. Infinity becomes NaN: there is no row that it would leave finite.
+template <class Element>
+__device__ __forceinline__ void split(const uint4& numbers, float power, uint2& high, uint2& low) {
+  const unsigned words[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+  unsigned r_high[4], r_low[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = unpack2<Element>(words[i]);
+    const unsigned number = nan_if_infinite(pack2<Fp16>(pair.x * power, pair.y * power));
+    const unsigned short first = fp16x2_to_e4m3x2(number);
+    r_high[i] = first;
+    r_low[i] = fp16x2_to_e4m3x2(subtract_fp16x2(number, e4m3x2_to_fp16x2(first)));
+  }
+  high = make_uint2(r_high[0] | r_high[1] << 16, r_high[2] | r_high[3] << 16);
+  low = make_uint2(r_low[0] | r_low[1] << 16, r_low[2] | r_low[3] << 16);
+}
+
 // Which rows a piece is of, and where the outputs go.
 struct Target {
-  int request, q_start, row_base, rows;
-  int partial_slot;  // or -1: of a whole item
+  int request, q_start, row_base;
+  short rows;
+  short query_exponent;  // of the block's queries: they were brought from 2^exponent to 2^kSplitExponent to be split
+  int partial_slot;      // or -1: of a whole item
 };
 
 // What the copy warpgroup begins with. In registers it would have to be where that warpgroup has some, which are few.
@@ -250,6 +351,7 @@ __device__ __forceinline__ int fresh(int x) {
 // What a hand-over is for: bit n if a maximum of row tile n has risen, so that its outputs must be multiplied by the factors before V^T P^T
 // is added; or one of these.
 enum Note : int {
+  kUnpacked = 1 << 12,       // beside those: of an fp8 pool, the tile is none of raw fp8
   kFinish = 1 << 16,         // the item is done: multiply the outputs by the factors and write them
   kFinishPartial = 1 << 17,  // the item goes on in another piece: leave the outputs for combine
   kStop = 1 << 18,           // there is nothing more
@@ -378,6 +480,70 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
   }
 
+  // The largest of the queries in shared memory, without their signs, as bits: of those that this thread has copied.
+  template <bool FINITE>
+  __device__ __forceinline__ unsigned highest_query() const {
+    constexpr unsigned kInfinity = Element::is_bf16 ? 0x7f80 : 0x7c00;
+    const unsigned char* const queries = shared + chunk_offset(thread >> 3, thread & 7);
+    unsigned highest = 0;
+#pragma unroll 1
+    for (int row = thread >> 3; row < G::kRows; row += kWarpgroup / 8)
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk++) {
+        const uint4 numbers = *(const uint4*)(queries + chunk * G::kQueryChunkBytes + (row - (thread >> 3)) * 128);
+        const unsigned pairs[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          unsigned sizes = pairs[i] & 0x7fff7fffu;
+          if (FINITE) {
+            if ((sizes & 0xffffu) >= kInfinity) sizes &= 0xffff0000u;
+            if (sizes >> 16 >= kInfinity) sizes &= 0xffffu;
+          }
+          highest = max_u16x2(highest, sizes);
+        }
+      }
+    int* const s_exchange = (int*)Base::s_factor();
+    const int of_warp = __reduce_max_sync(~0u, (int)max(highest & 0xffffu, highest >> 16));
+    barrier_sync(barrier, kWarpgroup);  // nobody reads what was exchanged before
+    if (lane == 0) s_exchange[warp] = of_warp;
+    barrier_sync(barrier, kWarpgroup);
+    return max(max(s_exchange[0], s_exchange[1]), max(s_exchange[2], s_exchange[3]));
+  }
+
+  // Splits the queries, where they are: a row is read by the eight lanes that write it.
+  __device__ __forceinline__ void split_queries() {
+    constexpr int kInfinity = Element::is_bf16 ? 0x7f80 : 0x7c00;
+    cp_async_wait<0>();
+    int highest = highest_query<false>();
+    if (highest >= kInfinity) highest = highest_query<true>();
+    // The largest is at least 2^e, and below 2^(e + 1).
+    const int e = max((highest >> (Element::is_bf16 ? 7 : 10)) - (Element::is_bf16 ? 127 : 15), -100);
+    const float power = power_of_2(kSplitExponent - e);
+    if (thread == 0) Base::s_target().query_exponent = e;
+    const int unit = thread & 7;
+#pragma unroll 1
+    for (int row = thread >> 3; row < G::kRows; row += kWarpgroup / 8) {
+      auto place = [&](int chunk, int unit) { return shared + chunk * G::kQueryChunkBytes + chunk_offset(row, unit); };
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk += 2) {
+        const bool rope = chunk == kRopeChunk;
+        uint2 high[2], low[2];
+        split<Element>(*(const uint4*)place(chunk, unit), power, high[0], low[0]);
+        if (!rope) split<Element>(*(const uint4*)place(chunk + 1, unit), power, high[1], low[1]);
+        __syncwarp();
+        const int first = unit >> 1, half = (unit & 1) * 8;
+        *(uint2*)(place(chunk, first) + half) = high[0];
+        if (rope) {
+          *(uint2*)(place(chunk, first + 4) + half) = low[0];
+        } else {
+          *(uint2*)(place(chunk, first + 4) + half) = high[1];
+          *(uint2*)(place(chunk + 1, first) + half) = low[0];
+          *(uint2*)(place(chunk + 1, first + 4) + half) = low[1];
+        }
+      }
+    }
+  }
+
   // Waits for a part of the queries.
   template <int PART>
   __device__ __forceinline__ void wait_for_queries() const {
@@ -437,7 +603,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     }
   }
 
-  template <int PART>
+  template <int PART, bool RAW>
   __device__ __forceinline__ void score_part(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
     if (first) wait_for_queries<PART>();
     mbarrier_wait(Base::full(stage, PART), tiles() >> 1 & 1);
@@ -447,25 +613,44 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     const unsigned long long rope = descriptor(uniform(shared_address(shared + G::rope(stage))), 0, 1024, true);
     hold_accumulators(r_score);
     wgmma_fence();
+    if constexpr (RAW) {
 #pragma unroll
-    for (int c = 0; c < kPartChunks; c++) {
-      const int chunk = nth_chunk(PART * kPartChunks + c);
+      for (int chunk = PART == kParts - 1 ? kRawChunks : 0; chunk <= kRawChunks; chunk++) {
+        const bool is_rope = chunk == kRawChunks;
+        if (PART != (is_rope ? kParts - 1 : raw_part(chunk))) continue;
 #pragma unroll
-      for (int step = 0; step < 4; step++)
-        wgmma_m64k16<Element, ROW_TILES, false>(r_score,
-                                                further(chunk == kRopeChunk ? rope : further(keys, chunk * kChunkBytes), step * 32),
-                                                further(queries, chunk * G::kQueryChunkBytes + step * 32));
-    }
+        for (int step = 0; step < (is_rope ? 4 : 8); step++)  // the first half with the high parts of the queries, then the low ones
+          wgmma_fp8_m64k32<ROW_TILES>(r_score,
+                                      is_rope ? further(rope, step % 2 * 32) : further(keys, 2 * chunk * kChunkBytes + step % 4 * 32),
+                                      further(queries, (2 * chunk + step / 4) * G::kQueryChunkBytes + step % 4 * 32));
+      }
+    } else
+#pragma unroll
+      for (int c = 0; c < kPartChunks; c++) {
+        const int chunk = nth_chunk(PART * kPartChunks + c);
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+          wgmma_m64k16<Element, ROW_TILES, false>(r_score,
+                                                  further(chunk == kRopeChunk ? rope : further(keys, chunk * kChunkBytes), step * 32),
+                                                  further(queries, chunk * G::kQueryChunkBytes + step * 32));
+      }
     wgmma_commit();
   }
 
   // The first tile of a piece also waits for the queries. The scores are there after wgmma_wait.
-  __device__ __forceinline__ void start_score_product(int stage, bool first, float (&r_score)[ROW_TILES][4]) const {
+  __device__ __forceinline__ void start_score_product(int tile, bool first, float (&r_score)[ROW_TILES][4]) const {
+    const int stage = tiles() & 1;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++) r_score[n][0] = r_score[n][1] = r_score[n][2] = r_score[n][3] = 0.f;
-    score_part<0>(stage, first, r_score);
-    score_part<1>(stage, first, r_score);
-    score_part<2>(stage, first, r_score);
+    if (is_raw(request, tile)) {
+      score_part<0, true>(stage, first, r_score);
+      score_part<1, true>(stage, first, r_score);
+      score_part<2, true>(stage, first, r_score);
+    } else {
+      score_part<0, false>(stage, first, r_score);
+      score_part<1, false>(stage, first, r_score);
+      score_part<2, false>(stage, first, r_score);
+    }
   }
 
   // Some score of the tile is above its row's maximum. Maxima, factors and sums become what they have to be. The exchange between warps is
@@ -513,23 +698,37 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
 
   // P of a tile to the sums: of the rounded values, as the product is.
   __device__ __forceinline__ void add_probabilities(int tile) {
+    const bool raw = is_raw(request, tile);
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        const float2 rounded = unpack2<Element>(r_prob[n][k]);
+        const float2 rounded = raw ? unpack2<Fp16>(r_prob[n][k]) : unpack2<Element>(r_prob[n][k]);
         r_sum[n * 2] += counted(p, rounded.x, is_draft(tile, k)), r_sum[n * 2 + 1] += counted(p, rounded.y, is_draft(tile, k));
       }
   }
 
   __device__ __forceinline__ void attend_tile(int tile, bool first) {
     const int stage = tiles() & 1;
-    const bool masked = (tile + 1) * kTileKeys > request.prefix;
+    const bool masked = (tile + 1) * kTileKeys > request.prefix, raw = is_raw(request, tile);
     unsigned visible[2] = {~0u, ~0u};
     if (masked) load_visible(tile, visible);
     float r_score[ROW_TILES][4];
-    start_score_product(stage, first, r_score);
+    start_score_product(tile, first, r_score);
     add_probabilities(tile - 1);
+    wgmma_wait<0>();
+    hold_accumulators(r_score);
+    if (Pool::is_fp8)  // to log2 units: as `scaled` has it
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const bool draft = is_draft(tile, k);
+        float scale = draft ? p.scale_log2e : p.prefix_scale_log2e;
+        if (raw) scale *= power_of_2(Base::s_target().query_exponent - kSplitExponent);
+        const float lift = draft ? p.draft_lift : 0.f;
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; n++)
+          r_score[n][k * 2] = fmaf(r_score[n][k * 2], scale, lift), r_score[n][k * 2 + 1] = fmaf(r_score[n][k * 2 + 1], scale, lift);
+      }
     float r_highest[kThreadRows];  // running maxima, log2
     const float* const s_highest = Base::s_highest() + fresh(quad * 2);
 #pragma unroll
@@ -537,8 +736,6 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
       const float2 highest = *(const float2*)&s_highest[n * 8];
       r_highest[n * 2] = highest.x, r_highest[n * 2 + 1] = highest.y;
     }
-    wgmma_wait<0>();
-    hold_accumulators(r_score);
     if (masked)
 #pragma unroll
       for (int i = 0; i < kThreadRows; i++)
@@ -549,18 +746,23 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     unsigned risen = 0;         // no bool with ||: each comparison would wait for the one before
 #pragma unroll
     for (int i = 0; i < kThreadRows; i++) {
-      r_tile[i] = fmaxf(scaled(p, r_score[i / 2][i % 2], is_draft(tile, 0)), scaled(p, r_score[i / 2][2 + i % 2], is_draft(tile, 1)));
+      const float first_key = r_score[i / 2][i % 2], second_key = r_score[i / 2][2 + i % 2];
+      r_tile[i] = Pool::is_fp8 ? fmaxf(first_key, second_key) : fmaxf(first_key * p.scale_log2e, second_key * p.scale_log2e);
       risen |= r_tile[i] > r_highest[i];
     }
     // With the vote, all warps are done with the rope chunk. exp2 takes the scores as they were before the multiplication: one instruction.
     int note = 0;
     if (barrier_sync_or(barrier, kWarpgroup, risen != 0)) note = raise_maxima(stage, r_tile, r_highest);
+    auto weight = [&](int n, int i) {
+      const float score = r_score[n][i], highest = r_highest[n * 2 + i % 2];
+      return exp2_approx(Pool::is_fp8 ? score - highest : fmaf(score, p.scale_log2e, -highest));
+    };
 #pragma unroll
     for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        r_prob[n][k] = pack2<Element>(exp2_approx(scaled_above(p, r_score[n][k * 2], is_draft(tile, k), r_highest[n * 2])),
-                                      exp2_approx(scaled_above(p, r_score[n][k * 2 + 1], is_draft(tile, k), r_highest[n * 2 + 1])));
+        const float even = weight(n, k * 2), odd = weight(n, k * 2 + 1);
+        r_prob[n][k] = raw ? pack2<Fp16>(even, odd) : pack2<Element>(even, odd);
       }
     Base::wait_until_taken();
     unsigned char* const s_prob = shared + G::prob(stage) + fresh(warp * 256 + group * 16 + quad * 4);
@@ -569,7 +771,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
       *(unsigned*)(s_prob + n * 1024) = r_prob[n][0];
       *(unsigned*)(s_prob + n * 1024 + 128) = r_prob[n][1];
     }
-    hand_over(note);
+    hand_over(Pool::is_fp8 && !raw ? note | kUnpacked : note);
     pass_tile();
   }
 
@@ -583,7 +785,7 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     auto exchange = [&](int w) { return w == 3 ? Base::s_factor(1) : s_spare + w * G::kRows; };
     combine_groups(
         r_sum, lane, 0.f, [](float a, float b) { return a + b; },
-        [&](int i, float sum) { exchange(warp)[i / 2 * 8 + quad * 2 + i % 2] = sum; });
+        [&](int i, float sum) { exchange(fresh(warp))[i / 2 * 8 + quad * 2 + i % 2] = sum; });
     barrier_sync(barrier, kWarpgroup);
     if (thread < G::kRows) {
       const float sum = exchange(0)[thread] + exchange(1)[thread] + (exchange(2)[thread] + exchange(3)[thread]);
@@ -596,25 +798,47 @@ struct ScoreWarpgroup : Warpgroup<ROW_TILES> {
     hand_over(slot < 0 ? kFinish : kFinishPartial);
   }
 
-  __device__ __forceinline__ void run(Pieces<kTileKeys>& pieces, Piece piece, bool more) {
-    if (!more && thread == 0) announce_nothing(p, blockIdx.x);
-    for (; more; more = pieces.next(piece, Base::schedule())) {
-      request = piece.item.request;
-      row_base = piece.item.row_block * p.rows_per_block;
-      rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
-      if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
+  __device__ __forceinline__ void run() {
+    Piece piece = *(const Piece*)(shared + G::kOffsetSpare);
+    Pieces<kTileKeys> pieces(p, piece.after);
+    if (piece.first == piece.last) {
+      if (thread == 0) announce_nothing(p, blockIdx.x);
+    } else
+      do {
+        request = piece.item.request;
+        row_base = piece.item.row_block * p.rows_per_block;
+        rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
+        if (thread < G::kRows) Base::s_highest()[thread] = kNothingSeen;
+        copy_queries();
+        if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());  // while the queries are on their way
+        Base::wait_until_taken();
+        if (thread == 0)
+          Base::s_target() = Target{piece.item.number,
+                                    request.q_start,
+                                    row_base,
+                                    (short)rows,
+                                    0,
+                                    piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
+        barrier_sync(barrier, kWarpgroup);
+        int first = piece.first;
+        if constexpr (Pool::is_fp8)
+          if (is_raw(request, first)) {
+            split_queries();
+          }
 #pragma unroll
-      for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f, r_prob[i / 2][i % 2] = 0;
-      copy_queries();
-      if (thread == 0) announce(p, piece, blockIdx.x, Base::schedule());  // while the queries are on their way
-      Base::wait_until_taken();
-      if (thread == 0)
-        Base::s_target() =
-            Target{piece.item.number, request.q_start, row_base, rows, piece.whole() ? -1 : partial_slot(blockIdx.x, piece.first == 0)};
-      barrier_sync(barrier, kWarpgroup);
-      for (int tile = piece.first; tile < piece.last; tile++) attend_tile(tile, tile == piece.first);
-      finish_piece(piece.last - 1);
-    }
+        for (int i = 0; i < kThreadRows; i++) r_sum[i] = 0.f, r_prob[i / 2][i % 2] = 0;
+        for (;;) {
+          int tile = first;
+          for (; tile < piece.last && (tile == first || is_raw(request, tile) || !is_raw(request, tile - 1)); tile++)
+            attend_tile(tile, tile == first);
+          if (!Pool::is_fp8 || tile == piece.last) break;
+          first = tile;
+          const Target& t = Base::s_target();
+          row_base = t.row_base, rows = t.rows;
+          copy_queries();
+        }
+        finish_piece(piece.last - 1);
+      } while (pieces.next(piece, Base::schedule()));
     Base::wait_until_taken();
     hand_over(kStop);
   }
@@ -676,6 +900,78 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
     for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
   }
 
+  // Of a raw tile: 64 columns of 16 keys after the other. There are registers for no more.
+  __device__ __forceinline__ void raw_value_product(int stage) {
+    const unsigned long long probs = descriptor(shared_address(shared + G::prob(stage)), 128, 1024, false);
+    // Of this lane's key among 16, the unit that has this warp's 16 columns of the first 64; those of the second are four units away.
+    const unsigned keys = shared_address(shared + G::stage(stage) + half * kValueChunks * kChunkBytes) + chunk_offset(lane & 15, warp);
+    unsigned r_value[4];
+#pragma unroll
+    for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
+#pragma unroll
+    for (int i = 0; i < kValueChunks; i++) {
+#pragma unroll
+      for (int step = 0; step < kTileKeys / 16; step++) {
+        unsigned r_packed[2];
+        if (i + step > 0) wgmma_wait<0>();
+        hold_operand(r_value);
+        ldmatrix_x2_trans(r_packed, (keys ^ i % 2 * 64) + i / 2 * 2 * kChunkBytes + step * 16 * 128);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          unsigned columns[2];
+          fp8x4_to_fp16(__byte_perm(r_packed[k], 0, 0x3120), columns);
+          r_value[k * 2] = columns[0], r_value[k * 2 + 1] = columns[1];
+        }
+        wgmma_fence();
+        wgmma_m64k16<Fp16, ROW_TILES>(r_out[i], r_value, further(probs, step * 256));
+        wgmma_commit();
+      }
+      if (i % 2 == 1) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(Base::free(stage, i / 2));
+      }
+    }
+    wgmma_wait<0>();
+    hold_operand(r_value);
+#pragma unroll
+    for (int i = 0; i < kValueChunks; i++) hold_accumulators(r_out[i]);
+  }
+
+  // Of a tile that was unpacked, with the accumulators' rows as those of raw tiles are: there is at most one such tile or two an item.
+  __device__ __forceinline__ void unpacked_value_product(int stage) {
+    const unsigned long long probs = descriptor(shared_address(shared + G::prob(stage)), 128, 1024, false);
+    const unsigned char* const values = shared + G::stage(stage) + half * kValueChunks * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < kValueChunks; i++) {
+#pragma unroll 1
+      for (int step = 0; step < kTileKeys / 16; step++) {
+        // Columns 2 * group and the next of the warp's 16, of one key.
+        auto pair = [&](int key) {
+          return *(const unsigned*)(values + i * kChunkBytes + chunk_offset(key, warp * 2 + (group >> 2)) + (group & 3) * 4);
+        };
+        unsigned r_value[4];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const int key = step * 16 + k * 8 + quad * 2;
+          const unsigned even = pair(key), odd = pair(key + 1);
+          r_value[k * 2] = __byte_perm(even, odd, 0x5410), r_value[k * 2 + 1] = __byte_perm(even, odd, 0x7632);
+        }
+        hold_accumulators(r_out[i]);
+        wgmma_fence();
+        wgmma_m64k16<Element, ROW_TILES>(r_out[i], r_value, further(probs, step * 256));
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold_operand(r_value);
+        hold_accumulators(r_out[i]);
+      }
+      // As the parts of an unpacked tile are: the first has two chunks of either value warpgroup's.
+      if (i == 1 || i == 2) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(Base::free(stage, i - 1));
+      }
+    }
+  }
+
   // Waits for the next hand-over, and multiplies the outputs if it says so. The score warpgroup's fence may be good for this one, too, as
   // the copies' landing reaches this one through it; nothing says so for the async proxy, and on an H200 this fence costs nothing.
   __device__ __forceinline__ int take_over() {
@@ -703,6 +999,7 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
   // The whole item was in this piece. Lanes hold two rows of one column: transposed, they hold two columns of one row, and pairs of lanes
   // exchange halves so that each writes four columns.
   __device__ __forceinline__ void write_output(const Target& t) const {
+    if constexpr (Pool::is_fp8) return write_paired_output(t);
     const bool odd = quad & 1;
     const int column = half * kValueChunks * 64 + warp * 16 + (odd ? 8 : 0) + quad / 2 * 4;
 #pragma unroll
@@ -715,6 +1012,22 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
         const unsigned hi = movmatrix_trans(pack2<Element>(r_out[i][n][2], r_out[i][n][3]));
         const unsigned other = __shfl_xor_sync(~0u, odd ? lo : hi, 1);
         if (row < t.rows) *(uint2*)(target + i * 64) = odd ? make_uint2(other, hi) : make_uint2(lo, other);
+      }
+    }
+  }
+
+  // The same of accumulators with two neighbouring columns in rows g and g + 8.
+  __device__ __forceinline__ void write_paired_output(const Target& t) const {
+    const int column = half * kValueChunks * 64 + warp * 16 + quad * 4;
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; n++) {
+      const int row = n * 8 + group;
+      unsigned short* const target = output_row(p, t.q_start, t.row_base + min(row, t.rows - 1)) + column;
+#pragma unroll
+      for (int i = 0; i < kValueChunks; i++) {
+        const unsigned even = movmatrix_trans(pack2<Element>(r_out[i][n][0], r_out[i][n][1]));
+        const unsigned odd = movmatrix_trans(pack2<Element>(r_out[i][n][2], r_out[i][n][3]));
+        if (row < t.rows) *(uint2*)(target + i * 64) = make_uint2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
       }
     }
   }
@@ -737,7 +1050,12 @@ struct ValueWarpgroup : Warpgroup<ROW_TILES> {
       if (note < kFinish) {
         const int stage = tiles() & 1;
         pass_tile();
-        value_product(stage);
+        if constexpr (!Pool::is_fp8)
+          value_product(stage);
+        else if (note & kUnpacked)
+          unpacked_value_product(stage);
+        else
+          raw_value_product(stage);
         taken_over();
         if (lane == 0) mbarrier_arrive(Base::free(stage, kParts - 1));
         continue;
@@ -799,6 +1117,24 @@ struct CopyWarpgroup : Warpgroup<ROW_TILES> {
     }
     const unsigned keys = shared_address(shared + G::stage(stage)) + chunk_offset(thread >> 3, unit);
     const unsigned rope = shared_address(shared + G::rope(stage)) + chunk_offset(thread >> 3, unit);
+    if (is_raw(request, tile)) {
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        wait_until_free(stage, part);
+#pragma unroll
+        for (int chunk = 0; chunk <= kRawChunks; chunk++) {
+          const bool is_rope = chunk == kRawChunks;
+          if (part != (is_rope ? kParts - 1 : raw_part(chunk)) || is_rope && unit >= kRope / 16) continue;
+#pragma unroll
+          for (int i = 0; i < kThreadKeys; i++)
+            cp_async_16((is_rope ? rope : keys + 2 * chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128, 16);
+        }
+        cp_async_mbarrier_arrive(Base::full(stage, part));
+      }
+      load_slots(tile + 1);
+      tiles++;
+      return;
+    }
     auto copy = [&](int chunk, int i) {
       const bool exists = Pool::is_fp8 ? tile * kTileKeys + copied_key(i) < columns : existing >> i & 1;
       cp_async_16((chunk == kRopeChunk ? rope : keys + chunk * kChunkBytes) + i * kRound * 128, source[i] + chunk * 128, exists ? 16 : 0);
@@ -927,13 +1263,18 @@ __device__ __forceinline__ void verify_attention(const VerifyParams& p) {
   if (threadIdx.x == 0)
     *(Beginning*)(hopper_shared + G::kOffsetBeginning) =
         Beginning{piece.item.request, any ? piece.first : 0, any ? piece.last : 0, pieces.position};
+  if (threadIdx.x == 0) {
+    if (!any) piece.first = piece.last = 0;
+    piece.after = pieces.position;
+    *(Piece*)(hopper_shared + G::kOffsetSpare) = piece;
+  }
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 3) {
     set_max_registers_down<kCopyRegisters>();
     CopyWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
   } else if (warpgroup == 0) {  // keeps the registers that it has
-    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run(pieces, piece, any);
+    ScoreWarpgroup<Element, ROW_TILES>(p, hopper_shared).run();
   } else {
     set_max_registers_up<kValueRegisters>();
     ValueWarpgroup<Element, ROW_TILES>(p, hopper_shared, warpgroup - 1).run();

@@ -1096,7 +1096,8 @@ __device__ __forceinline__ void add(float4& total, const float4& part) {
   total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
 }
 
-template <class Element, int ROW_TILES>
+// PAIRED: rows g and g + 8 of a fragment are columns 2 g and 2 g + 1 of the output.
+template <class Element, int ROW_TILES, bool PAIRED>
 __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   constexpr int kRows = ROW_TILES * 8, kPartialFloat4 = kLatent / 16 * ROW_TILES * 32;
   KDTREE_DYNAMIC_SHARED(shared);
@@ -1192,17 +1193,17 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
   const Request request = load_request(p, item / p.row_blocks);
   const int row_base = item % p.row_blocks * p.rows_per_block;
   const int rows = min(p.rows_per_block, request.q_len * p.heads - row_base);
-  const int row = row_tile * 8 + quad * 2, column = column_tile * 16 + (lane >> 2);
+  const int row = row_tile * 8 + quad * 2, column = column_tile * 16 + (lane >> 2) * (PAIRED ? 2 : 1), other = PAIRED ? 1 : 8;
   const float2 inverse = *(const float2*)&s_inverse[quad * 2];
   if (row < rows) {
     unsigned short* target = output_row(p, request.q_start, row_base + row) + column;
     target[0] = to_bits<Element>(total.x * inverse.x);
-    target[8] = to_bits<Element>(total.z * inverse.x);
+    target[other] = to_bits<Element>(total.z * inverse.x);
   }
   if (row + 1 < rows) {
     unsigned short* target = output_row(p, request.q_start, row_base + row + 1) + column;
     target[0] = to_bits<Element>(total.y * inverse.y);
-    target[8] = to_bits<Element>(total.w * inverse.y);
+    target[other] = to_bits<Element>(total.w * inverse.y);
   }
 }
 
@@ -1243,7 +1244,7 @@ __device__ __forceinline__ void combine_splits(const VerifyParams& p) {
     verify_attention<Element, ROWS / 8>(p);                                                                                           \
   }                                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_r##ROWS(const __grid_constant__ VerifyParams p) { \
-    combine_splits<Element, ROWS / 8>(p);                                                                                             \
+    combine_splits<Element, ROWS / 8, false>(p);                                                                                      \
   }
 KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
 #endif
@@ -1254,7 +1255,7 @@ KDTREE_FOR_EACH_VARIANT(KDTREE_DEFINE, )
     hopper::verify_attention<Element, ROWS / 8>(p);                                                                                        \
   }                                                                                                                                        \
   extern "C" __global__ void __launch_bounds__(kThreads, 3) combine_splits_##TYPE##_h##ROWS(const __grid_constant__ VerifyParams p) {      \
-    combine_splits<Element, ROWS / 8>(p);                                                                                                  \
+    combine_splits<Element, ROWS / 8, Pool::is_fp8>(p);                                                                                    \
   }
 KDTREE_FOR_EACH_HOPPER_VARIANT(KDTREE_DEFINE_HOPPER, )
 #endif

@@ -36,6 +36,11 @@ def new_kernel(pool: torch.dtype, request: pytest.FixtureRequest) -> Callable[..
     return partial(host_kernel, library, config=request.param, pool=pool)
 
 
+def limit(new_kernel: Callable[..., VerifyKernel], dtype: torch.dtype) -> float:
+    """The hopper configuration makes two e4m3 numbers of each query, which is as exact as bf16, whatever its type."""
+    return LIMIT[BF16 if new_kernel.keywords["config"] == "hopper" else dtype]  # type: ignore[attr-defined]
+
+
 def fuzz(count: int) -> list[tuple[int, list[int], int, int, str, torch.dtype, tuple[float, float], int]]:
     rnd = random.Random(2)
     cases = []
@@ -53,7 +58,7 @@ def test_fuzz_against_float64(new_kernel, pool, seed, prefixes, q_len, heads, ma
     names = dict(zip(("k_scale", "v_scale"), scales, strict=True))
     case = make_case(prefixes, q_len, heads, dtype=dtype, mask=mask, seed=seed, slack=40, pool=pool, **names)
     case.launch(new_kernel(seed, workers))
-    assert rel(case.out, reference(case)) < LIMIT[dtype]
+    assert rel(case.out, reference(case)) < limit(new_kernel, dtype)
 
 
 def alone(pool: torch.dtype, key: torch.Tensor, positions: list[int], prefix: int, dtype: torch.dtype) -> Case:
@@ -95,7 +100,7 @@ def test_a_nan_stays_one_and_spreads_no_further_than_its_request(new_kernel, poo
         case.kv_pool.view(torch.uint8)[case.kv_indices[3], 0, column] = byte | sign
         out = case.launch(new_kernel())
         assert out[:2].isnan().all()
-        assert rel(out[2:], reference(case)[2:]) < LIMIT[FP16]
+        assert rel(out[2:], reference(case)[2:]) < limit(new_kernel, FP16)
 
 
 def test_scales_are_those_of_the_prefix_alone(new_kernel, pool) -> None:
@@ -119,7 +124,7 @@ def test_scales_are_those_of_the_prefix_alone(new_kernel, pool) -> None:
 def test_a_large_and_a_small_scale(new_kernel, pool, v_scale) -> None:
     """Neither overflows, and what is dominant keeps its precision."""
     case = make_case([70, 20], 9, 8, dtype=BF16, pool=pool, v_scale=v_scale)
-    assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[BF16]
+    assert rel(case.launch(new_kernel()), reference(case)) < limit(new_kernel, BF16)
 
 
 def test_a_pool_with_gaps_between_slots(new_kernel, pool) -> None:
@@ -133,7 +138,7 @@ def test_a_pool_with_gaps_between_slots(new_kernel, pool) -> None:
 
 def test_slots_beyond_32_bits_of_elements(new_kernel, pool) -> None:
     case = in_high_slots(make_case([64], 9, 8, pool=pool))
-    assert rel(case.launch(new_kernel()), reference(case)) < LIMIT[FP16]
+    assert rel(case.launch(new_kernel()), reference(case)) < limit(new_kernel, FP16)
 
 
 def test_a_row_that_sees_nothing_is_zero(new_kernel, pool) -> None:
@@ -169,4 +174,4 @@ def test_requests_with_different_numbers_of_draft_tokens(new_kernel, pool) -> No
     for workers in (2, 30):
         case.out.fill_(float("nan"))
         case.launch(new_kernel(workers=workers))
-        assert rel(case.out, reference(case)) < LIMIT[FP16], f"{workers} workers"
+        assert rel(case.out, reference(case)) < limit(new_kernel, FP16), f"{workers} workers"

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
 
 #include "block.h"
@@ -93,17 +94,20 @@ namespace host {
 
 // Lanes 8i .. 8i+7 name the eight rows, of eight 16-bit elements, of matrix i. Lane l receives the elements 2(l%4) and 2(l%4)+1 of row l/4,
 // or, transposed, of column l/4; the first in the low half.
-template <bool TRANSPOSED>
-void load_matrices(Site site, unsigned (&r)[4], unsigned address) {
+template <bool TRANSPOSED, int COUNT>
+void load_matrices(Site site, unsigned (&r)[COUNT], unsigned address) {
   Block& block = *current->block;
-  const long long offset = block.checked_offset(site, address, 16);
-  block.note_read(AccessKind::kLdmatrix, site.line, offset, 16);
   struct Operand {
     unsigned* r;
     const unsigned char* row;
-  } operand{r, block.at(offset)};
+  } operand{r, nullptr};
+  if (current->lane < COUNT * 8) {  // the addresses of other lanes are not looked at
+    const long long offset = block.checked_offset(site, address, 16);
+    block.note_read(AccessKind::kLdmatrix, site.line, offset, 16);
+    operand.row = block.at(offset);
+  }
   block.meet(site, operand, [](const Operands<Operand>& lanes) {
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
       std::uint16_t matrix[8][8];
       for (int row = 0; row < 8; ++row) copy_bytes(matrix[row], lanes[i * 8 + row].row, 16);
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -120,6 +124,9 @@ void load_matrices(Site site, unsigned (&r)[4], unsigned address) {
 
 inline void ldmatrix_x4(unsigned (&r)[4], unsigned address, KDTREE_HOST_LINE) {
   host::load_matrices<false>({"ldmatrix_x4", line}, r, address);
+}
+inline void ldmatrix_x2_trans(unsigned (&r)[2], unsigned address, KDTREE_HOST_LINE) {
+  host::load_matrices<true>({"ldmatrix_x2_trans", line}, r, address);
 }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned address, KDTREE_HOST_LINE) {
   host::load_matrices<true>({"ldmatrix_x4_trans", line}, r, address);
@@ -334,6 +341,34 @@ inline unsigned multiply_fp16x2(unsigned a, unsigned b) {
   const float lo = host::float_of_fp16(a & 0xffff) * host::float_of_fp16(b & 0xffff);
   const float hi = host::float_of_fp16(a >> 16) * host::float_of_fp16(b >> 16);
   return host::fp16_of(lo) | static_cast<unsigned>(host::fp16_of(hi)) << 16;
+}
+
+inline unsigned short fp16x2_to_e4m3x2(unsigned pair) {
+  return static_cast<unsigned short>(host::e4m3_of(host::float_of_fp16(pair & 0xffff)) | host::e4m3_of(host::float_of_fp16(pair >> 16)) << 8);
+}
+inline unsigned e4m3x2_to_fp16x2(unsigned short pair) {
+  return host::fp16_of(host::float_of_e4m3(pair)) | static_cast<unsigned>(host::fp16_of(host::float_of_e4m3(pair >> 8u))) << 16;
+}
+inline unsigned subtract_fp16x2(unsigned a, unsigned b) {
+  const float lo = host::float_of_fp16(a & 0xffff) - host::float_of_fp16(b & 0xffff);
+  const float hi = host::float_of_fp16(a >> 16) - host::float_of_fp16(b >> 16);
+  return host::fp16_of(lo) | static_cast<unsigned>(host::fp16_of(hi)) << 16;
+}
+inline unsigned nan_if_infinite(unsigned pair) {
+  for (const unsigned half : {0x7fffu, 0x7fff0000u})
+    if ((pair & half) == (0x7c007c00u & half)) pair |= half;
+  return pair;
+}
+inline unsigned max_u16x2(unsigned a, unsigned b) {
+  const unsigned lo = (a & 0xffff) > (b & 0xffff) ? a : b, hi = a >> 16 > b >> 16 ? a : b;
+  return (lo & 0xffff) | (hi & 0xffff0000);
+}
+// Byte i of the result is the one of y:x that the i-th nibble of the selector names; its highest bit, a sign's copy, is not supported.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
+  return result;
 }
 
 inline int __float_as_int(float x) { return static_cast<int>(host::bits_of(x)); }

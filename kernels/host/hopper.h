@@ -186,8 +186,14 @@ void wgmma_wait(KDTREE_HOST_LINE) {
   host::step_together(site, [site](host::Warp& warp) {
     host::Block& block = *host::current->block;
     block.races().settle(warp.index);
-    const bool untouched = warp.wgmmas.wait(PENDING, [&block](const host::Wgmma& wgmma, float* values) {
+    const bool untouched = warp.wgmmas.wait(PENDING, [&block, site](const host::Wgmma& wgmma, float* values) {
       for (const int offset : wgmma.offsets) block.note_wgmma_read(wgmma.line, offset, 16, false);
+      for (const host::Wgmma::Registers& lane : wgmma.registers) {
+        for (int i = 0; i < 4; ++i) {
+          if (lane.held[i] != lane.words[i])
+            block.fail(site, "registers that the wgmma of line %d reads were written to before it was waited for", wgmma.line);
+        }
+      }
       wgmma.perform(wgmma, block.shared().data(), values);
     });
     block.races().complete_wgmma(warp.index);
@@ -202,43 +208,78 @@ void hold_accumulators(float (&)[ROW_TILES][4]) {}
 // d (64 x 8 * ROW_TILES) += a (64 x 16) * b (16 x 8 * ROW_TILES), in float32, of operands in shared memory that descriptors name: K-major
 // both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
 //   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2
-template <class Element, int ROW_TILES, bool TRANSPOSED>
-void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b, KDTREE_HOST_LINE) {
+namespace host {
+
+// What a lane brings: accumulators, and A as a descriptor or as four registers.
+struct WgmmaOperand {
+  float* d;
+  unsigned long long a, b;
+  const unsigned* registers;
+};
+
+template <int ROW_TILES>
+void start_wgmma(Site site, WgmmaOperand operand, bool mn_major, Wgmma::Perform perform) {
   static_assert(ROW_TILES >= 1 && ROW_TILES <= 32, "n is a multiple of 8, at most 256");
   constexpr int kColumns = 8 * ROW_TILES;
-  struct Operand {
-    float* d;
-    unsigned long long a, b;
-  } operand{&d[0][0], a, b};
-  const host::Site site{"wgmma_m64k16", line};
-  host::current->block->meet(site, operand, [site](const host::Operands<Operand>& lanes) {
-    host::Block& block = *host::current->block;
-    host::Warp& warp = *host::current->warp;
-    const host::MatrixDescriptor a(lanes[0].a), b(lanes[0].b);
-    float* d[host::kLanes];
-    for (int lane = 0; lane < host::kLanes; ++lane) {
+  current->block->meet(site, operand, [site, mn_major, perform](const Operands<WgmmaOperand>& lanes) {
+    Block& block = *current->block;
+    Warp& warp = *current->warp;
+    const MatrixDescriptor a(lanes[0].a), b(lanes[0].b);
+    const bool a_is_shared = lanes[0].registers == nullptr;
+    float* d[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
       if (lanes[lane].a != lanes[0].a || lanes[lane].b != lanes[0].b) block.fail(site, "the lanes of a warp have different descriptors");
       d[lane] = lanes[lane].d;
     }
-    host::take_step({site, lanes[0].a, lanes[0].b});
-    if (const char* fault = a.fault(TRANSPOSED, 64)) block.fail(site, "descriptor %llx of a: %s", lanes[0].a, fault);
-    if (const char* fault = b.fault(TRANSPOSED, kColumns)) block.fail(site, "descriptor %llx of b: %s", lanes[0].b, fault);
-    if (block.shared().address_of(block.shape().shared_bytes) > host::MatrixDescriptor::kAddresses)
-      block.fail(site, "shared memory goes beyond the %u bytes that a descriptor can name", host::MatrixDescriptor::kAddresses);
+    take_step({site, lanes[0].a, lanes[0].b});
+    if (const char* fault = a_is_shared ? a.fault(mn_major, 64) : nullptr) block.fail(site, "descriptor %llx of a: %s", lanes[0].a, fault);
+    if (const char* fault = b.fault(mn_major, kColumns)) block.fail(site, "descriptor %llx of b: %s", lanes[0].b, fault);
+    if (block.shared().address_of(block.shape().shared_bytes) > MatrixDescriptor::kAddresses)
+      block.fail(site, "shared memory goes beyond the %u bytes that a descriptor can name", MatrixDescriptor::kAddresses);
     const char* fault = nullptr;
-    host::Wgmma& wgmma = warp.wgmmas.start(d, kColumns, fault);
+    Wgmma& wgmma = warp.wgmmas.start(d, kColumns, fault);
     if (fault != nullptr) block.fail(site, "%s", fault);
     wgmma.line = site.line;
-    wgmma.perform = &host::perform_wgmma<Element, kColumns, TRANSPOSED>;
+    wgmma.perform = perform;
     const auto use = [&](unsigned address) {
       const long long offset = block.checked_offset(site, address, 16);
       block.note_wgmma_read(site.line, offset, 16, true);
       wgmma.offsets.push_back(static_cast<int>(offset));
     };
     block.races().settle(warp.index);
-    wgmma.offsets.reserve(host::kPartsOfA + 2 * kColumns);
-    const int first_row = warp.index % host::kWarpgroup * 16;
-    for (int i = 0; i < host::kPartsOfA; ++i) use(host::part_of_a(a, TRANSPOSED, first_row, i));
-    for (int i = 0; i < 2 * kColumns; ++i) use(host::part_of_b(b, TRANSPOSED, kColumns, i));
+    wgmma.offsets.reserve(kPartsOfA + 2 * kColumns);
+    const int first_row = warp.index % kWarpgroup * 16;
+    if (a_is_shared) {
+      for (int i = 0; i < kPartsOfA; ++i) use(part_of_a(a, mn_major, first_row, i));
+    } else {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const unsigned* const held = lanes[lane].registers;
+        wgmma.registers.push_back({held, {held[0], held[1], held[2], held[3]}});
+      }
+    }
+    for (int i = 0; i < 2 * kColumns; ++i) use(part_of_b(b, mn_major, kColumns, i));
   });
 }
+
+}  // namespace host
+
+template <class Element, int ROW_TILES, bool TRANSPOSED>
+void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b, KDTREE_HOST_LINE) {
+  host::start_wgmma<ROW_TILES>({"wgmma_m64k16", line}, {&d[0][0], a, b, nullptr}, TRANSPOSED,
+                               &host::perform_wgmma<Element, 8 * ROW_TILES, TRANSPOSED>);
+}
+
+// The same of a (64 x 32) of the pool's type and b (32 x 8 * ROW_TILES) of e4m3, both K-major.
+template <int ROW_TILES>
+void wgmma_fp8_m64k32(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b, KDTREE_HOST_LINE) {
+  host::start_wgmma<ROW_TILES>({"wgmma_fp8_m64k32", line}, {&d[0][0], a, b, nullptr}, false, &host::perform_fp8_wgmma<Pool, 8 * ROW_TILES>);
+}
+
+// d += a (64 x 16) * b, where a comes from registers, which must stay as they are until the wgmma was waited for, and b is MN-major:
+//   a[i]  row 16 * w + group + 8 * (i % 2), columns 2 * quad + 8 * (i / 2) and the next
+template <class Element, int ROW_TILES>
+void wgmma_m64k16(float (&d)[ROW_TILES][4], const unsigned (&a)[4], unsigned long long b, KDTREE_HOST_LINE) {
+  host::start_wgmma<ROW_TILES>({"wgmma_m64k16", line}, {&d[0][0], 0, b, a}, true,
+                               &host::perform_wgmma_of_registers<Element, 8 * ROW_TILES>);
+}
+inline void hold_operand(unsigned (&)[4]) {}

@@ -48,6 +48,29 @@ inline float float_of_fp16(std::uint32_t bits) {
   return float_of(bits_of(scaled) | infinite | (bits & 0x8000) << 16);
 }
 
+// fp8 of two kinds: e5m2 is the upper half of an fp16; e4m3 has no infinity, and NaN is all ones.
+inline float float_of_e5m2(std::uint32_t bits) { return float_of_fp16((bits & 0xff) << 8); }
+inline float float_of_e4m3(std::uint32_t bits) {
+  const std::uint32_t size = bits & 0x7f;
+  const float scaled = size == 0x7f ? float_of(0x7fffffff) : float_of(size << 20) * 0x1p120f;
+  return bits & 0x80 ? -scaled : scaled;
+}
+
+// As cvt.rn.satfinite: too large ones become the largest.
+inline std::uint8_t e4m3_of(float value) {
+  const std::uint32_t bits = bits_of(value), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7f;
+  std::uint32_t e4m3;
+  if (size >= bits_of(448.f)) {
+    e4m3 = 0x7e;
+  } else if (size >= bits_of(0x1p-6f)) {  // the smallest normal e4m3
+    e4m3 = (size + 0x7ffff + (size >> 20 & 1) - (120u << 23)) >> 20;
+  } else {  // next to 2^14 a float's unit is 2^-9, that of an e4m3 subnormal: the addition does the rounding
+    e4m3 = bits_of(float_of(size) + 0x1p14f) - bits_of(0x1p14f);
+  }
+  return static_cast<std::uint8_t>(sign | e4m3);
+}
+
 template <class Element>
 float to_float(std::uint32_t bits) {
   return Element::is_bf16 ? float_of_bf16(bits & 0xffff) : float_of_fp16(bits & 0xffff);

@@ -100,6 +100,11 @@ struct Wgmma {
   Perform perform = nullptr;
   int accumulators = 0;      // which
   std::vector<int> offsets;  // in shared memory, of the 16-byte parts of A, then of B
+  struct Registers {
+    const unsigned* held;  // by a lane
+    unsigned words[4];     // as they were
+  };
+  std::vector<Registers> registers;  // of each lane, if A is not in shared memory
   int line = 0;              // of the kernel's source
 };
 
@@ -139,13 +144,13 @@ KDTREE_HOST_UNSEEN inline void eight_floats(float* floats, const unsigned char* 
   *reinterpret_cast<Floats*>(floats + 4) = four_floats<Element>(hi);
 }
 
-// c (16 x COLUMNS) += a (16 x 16) * b (16 x COLUMNS), in float32; the products are exact, and summed before c is added.
-template <int COLUMNS>
-KDTREE_HOST_UNSEEN inline void multiply_add_rows(float* c, const float (&a)[16][16], const float (&b)[16][COLUMNS]) {
+// c (16 x COLUMNS) += a (16 x K) * b (K x COLUMNS), in float32; the products are exact, and summed before c is added.
+template <int K, int COLUMNS>
+KDTREE_HOST_UNSEEN inline void multiply_add_rows(float* c, const float (&a)[16][K], const float (&b)[K][COLUMNS]) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < COLUMNS; column += 8) {
       Floats lo = {}, hi = {};
-      for (int k = 0; k < 16; ++k) {
+      for (int k = 0; k < K; ++k) {
         lo += a[row][k] * *reinterpret_cast<const Floats*>(&b[k][column]);
         hi += a[row][k] * *reinterpret_cast<const Floats*>(&b[k][column + 4]);
       }
@@ -171,7 +176,37 @@ KDTREE_HOST_UNSEEN inline void perform_wgmma(const Wgmma& wgmma, const unsigned 
       for (int j = 0; j < 8; ++j) b[i % 2 * 8 + j][i / 2] = part[j];
     }
   }
-  multiply_add_rows<COLUMNS>(c, a, b);
+  multiply_add_rows(c, a, b);
+}
+
+// A of `Pool` and B of e4m3, both K-major.
+template <class Pool, int COLUMNS>
+KDTREE_HOST_UNSEEN inline void perform_fp8_wgmma(const Wgmma& wgmma, const unsigned char* shared, float* c) {
+  float a[16][32], b[32][COLUMNS];
+  const int* offset = wgmma.offsets.data();
+  for (int i = 0; i < kPartsOfA; ++i, ++offset)
+    for (int j = 0; j < 16; ++j) {
+      const unsigned char byte = shared[*offset + j];
+      a[i / 2][i % 2 * 16 + j] = Pool::is_e4m3 ? float_of_e4m3(byte) : float_of_e5m2(byte);
+    }
+  for (int i = 0; i < 2 * COLUMNS; ++i, ++offset)
+    for (int j = 0; j < 16; ++j) b[i % 2 * 16 + j][i / 2] = float_of_e4m3(shared[*offset + j]);
+  multiply_add_rows(c, a, b);
+}
+
+// A from registers, B MN-major.
+template <class Element, int COLUMNS>
+KDTREE_HOST_UNSEEN inline void perform_wgmma_of_registers(const Wgmma& wgmma, const unsigned char* shared, float* c) {
+  float a[16][16], b[16][COLUMNS];
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const unsigned word = wgmma.registers[static_cast<std::size_t>(lane)].words[i];
+      float* const pair = &a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8];
+      pair[0] = to_float<Element>(word), pair[1] = to_float<Element>(word >> 16);
+    }
+  for (int i = 0; i < 2 * COLUMNS; ++i)
+    eight_floats<Element>(&b[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 8], shared + wgmma.offsets[static_cast<std::size_t>(i)]);
+  multiply_add_rows(c, a, b);
 }
 
 // The wgmmas of one warp that are on their way.
