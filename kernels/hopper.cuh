@@ -136,9 +136,15 @@ __device__ __forceinline__ void hold_accumulators(float (&d)[ROW_TILES][4]) {
 // K-major both, or, TRANSPOSED, MN-major both. With w the warp of the warpgroup, group = lane / 4 and quad = lane % 4, a lane holds
 //   d[n][i]  row 16 * w + group + 8 * (i / 2), column 8 * n + 2 * quad + i % 2
 template <class Element, int ROW_TILES, bool TRANSPOSED>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b){
-    KDTREE_WGMMA(16, "%8", "%9", "%10") KDTREE_WGMMA(32, "%16", "%17", "%18") KDTREE_WGMMA(40, "%20", "%21", "%22")
-        KDTREE_WGMMA(48, "%24", "%25", "%26") KDTREE_WGMMA(64, "%32", "%33", "%34") KDTREE_WGMMA(72, "%36", "%37", "%38")}
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b) {
+  KDTREE_WGMMA(16, "%8", "%9", "%10");
+  KDTREE_WGMMA(32, "%16", "%17", "%18");
+  KDTREE_WGMMA(40, "%20", "%21", "%22");
+  KDTREE_WGMMA(48, "%24", "%25", "%26");
+  KDTREE_WGMMA(64, "%32", "%33", "%34");
+  KDTREE_WGMMA(72, "%36", "%37", "%38");
+}
+
 // The same of a (64 x 32) and b (32 x 8 * ROW_TILES) of 8-bit numbers, both K-major: keys as the pool has them, queries in e4m3.
 #define KDTREE_WGMMA_FP8_OF(ROWS, TYPE, A, B)                                                                                 \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #ROWS "k32.f32." TYPE ".e4m3 {" KDTREE_R##ROWS "}, " A ", " B ", 1, 1, 1;" \
@@ -154,8 +160,11 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], unsigned 
     }                                          \
   }
 template <int ROW_TILES>
-__device__ __forceinline__ void wgmma_fp8_m64k32(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b){
-    KDTREE_WGMMA_FP8(32, "%16", "%17") KDTREE_WGMMA_FP8(64, "%32", "%33") KDTREE_WGMMA_FP8(72, "%36", "%37")}
+__device__ __forceinline__ void wgmma_fp8_m64k32(float (&d)[ROW_TILES][4], unsigned long long a, unsigned long long b) {
+  KDTREE_WGMMA_FP8(32, "%16", "%17");
+  KDTREE_WGMMA_FP8(64, "%32", "%33");
+  KDTREE_WGMMA_FP8(72, "%36", "%37");
+}
 
 // d += a (64 x 16) * b, where a comes from registers, which must stay as they are until the wgmma was waited for, and b is MN-major:
 //   a[i]  row 16 * w + group + 8 * (i % 2), columns 2 * quad + 8 * (i / 2) and the next
@@ -173,9 +182,12 @@ __device__ __forceinline__ void wgmma_fp8_m64k32(float (&d)[ROW_TILES][4], unsig
     }                                                \
   }
 template <class Element, int ROW_TILES>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], const unsigned (&a)[4], unsigned long long b){
-    KDTREE_WGMMA_REGISTERS(32, "%16, %17, %18, %19", "%20") KDTREE_WGMMA_REGISTERS(64, "%32, %33, %34, %35", "%36")
-        KDTREE_WGMMA_REGISTERS(72, "%36, %37, %38, %39", "%40")}  // Until here, registers that a wgmma reads are in use.
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[ROW_TILES][4], const unsigned (&a)[4], unsigned long long b) {
+  KDTREE_WGMMA_REGISTERS(32, "%16, %17, %18, %19", "%20");
+  KDTREE_WGMMA_REGISTERS(64, "%32, %33, %34, %35", "%36");
+  KDTREE_WGMMA_REGISTERS(72, "%36, %37, %38, %39", "%40");
+}
+// Until here, registers that a wgmma reads are in use.
 __device__ __forceinline__ void hold_operand(unsigned (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }
