@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise NotDone(f"{path} cannot be read: {error.strerror}", _NAME_ANOTHER) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second of brackets within brackets, thousands of them
         raise NotDone(f"{path} is not JSON ({error})", _NAME_ANOTHER) from error
 
 

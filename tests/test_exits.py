@@ -59,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
     # if the command did.
     missed = (REPO / E2E_RUN).read_text().replace('"ok": true', '"ok": false', 1)
     (tmp_path / "missed.json").write_text(missed)
+    (tmp_path / "nested.json").write_text("[" * 100_000)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     return tmp_path
@@ -108,6 +109,7 @@ NOT_DONE = [
     ("kdtree bench --from /nonexistent", "cannot be read: No such file", NOTHING, "--json of this command"),
     ("kdtree bench --from $D", "cannot be read: Is a directory", NOTHING, "--json of this command"),
     ("kdtree bench --from $D/binary", "is not JSON", NOTHING, "--json of this command"),
+    ("kdtree bench --from $D/nested.json", "is not JSON", NOTHING, "--json of this command"),
     (f"kdtree bench --from {E2E_RUN}", "is not a run of the benchmark", NOTHING, "--json of this command"),
     (f"e2e --from {RUN}", "is not a run of make e2e", NOTHING, "name a file that its --json"),
     ("kdtree demo --sglang /nonexistent", "there is no package sglang in /nonexistent", NOTHING, "--sglang"),

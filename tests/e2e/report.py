@@ -34,10 +34,7 @@ MODES = {"graph": "with CUDA graphs", "eager": "without CUDA graphs"}
 
 def read_run(path: Path) -> dict[str, Any]:
     """Raises NotDone for a file that is no run of ours."""
-    try:
-        document = read_json(path)
-    except RecursionError:
-        document = None
+    document = read_json(path)
     where = misfit(document, RUN)
     if where is not None:
         words = f"{where} is missing, or not what a run has there" if where else "it is no JSON object with a verdict"
